@@ -1,0 +1,78 @@
+"""The command table. Nothing heavy is imported before a command is known."""
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+TOOLS = {
+    "regenerate": ("dflash_lightning.data.regenerate", "the target's own answers to train on"),
+    "prepare": (
+        "dflash_lightning.data.prepare",
+        "chats to rows, loss mask, report of kept and rejected rows",
+    ),
+    "export": ("dflash_lightning.export", "a checkpoint's drafter in the public format"),
+    "decode": (
+        "dflash_lightning.decoding",
+        "lossless speculative decoding: tau with interval, speed-up",
+    ),
+}
+TRAINER = {"fit": "train a drafter", "validate": "validate a checkpoint"}
+
+
+def main() -> None:
+    """Entry point of ``dflash-lightning``."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(overview() + "\n")
+        return
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        run(name, rest)
+    except (ValueError, FileNotFoundError) as error:
+        if not is_ours(error):
+            raise
+        sys.exit(f"dflash-lightning {name}: {' '.join(str(error).split())}")
+
+
+def run(name: str, rest: list[str]) -> None:
+    """Carry out one command."""
+    if name in TOOLS:
+        from jsonargparse import auto_cli, set_parsing_settings
+
+        set_parsing_settings(docstring_parse_attribute_docstrings=False)
+        auto_cli(tool(name), args=rest, prog=f"dflash-lightning {name}", allow_abbrev=False)
+    elif name in TRAINER:
+        from dflash_lightning.cli import build_cli
+
+        build_cli([name, *rest])
+    else:
+        known = [*TRAINER, *TOOLS]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
+        raise ValueError(f"unknown command {name!r}; {hint}")
+
+
+def tool(name: str) -> Callable[..., None]:
+    """The function behind a tool, whose signature is its command line."""
+    return getattr(importlib.import_module(TOOLS[name][0]), name)
+
+
+def overview() -> str:
+    """What ``--help`` prints."""
+    rows = [*TRAINER.items(), *((name, text) for name, (_, text) in TOOLS.items())]
+    lines = [f"  {name:12} {text}" for name, text in rows]
+    return "\n".join(["usage: dflash-lightning COMMAND [options]; each has --help", "", *lines])
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error was raised by a check of this package: a user's mistake, told in one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(frame.filename).is_relative_to(Path(__file__).parent)
+
+
+if __name__ == "__main__":
+    main()

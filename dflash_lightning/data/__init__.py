@@ -1,0 +1,1 @@
+"""From chats to batches."""

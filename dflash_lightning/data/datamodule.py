@@ -1,0 +1,230 @@
+"""The data module: opens the store, plans every epoch, and reshuffles within the length buckets."""
+
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from torch.utils.data import DataLoader
+
+from dflash_lightning.assets import CHATS, cache_folder
+from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
+from dflash_lightning.data.collate import Batch, RowBatches
+from dflash_lightning.data.features import FeatureCache
+from dflash_lightning.data.prepare import prepare_store
+from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
+from dflash_lightning.data.store import RowStore, split_rows
+
+QUICKSTART = "quickstart"
+QUICKSTART_MAX_LENGTH = 1024
+
+
+class DFlashDataModule(L.LightningDataModule):
+    """Rows of a store as planned batches.
+
+    Args:
+        store: Folder written by ``dflash-lightning prepare``; ``quickstart`` is the embedded data
+            set, prepared with the target's tokenizer at the first run.
+        batching: How rows become batches.
+        seed: Of the plan and of the anchors.
+        num_workers: Processes that build batches.
+        val_store: A separate store for validation; otherwise ``val_fraction`` of the conversations.
+        val_fraction: Share of the store's conversations that is held back for validation.
+        anchor_rate: Anchors per supervised token.
+        anchors_per_row: Most anchors of a row.
+        cache_features: Keep the target's features of every row on disk: right for small data only.
+        block_size: Tokens of a block, anchor included; under a trainer the drafter's own is taken.
+    """
+
+    def __init__(
+        self,
+        store: str,
+        batching: Batching = Batching(),
+        seed: int = 0,
+        num_workers: int = 2,
+        val_store: str | None = None,
+        val_fraction: float = 0.05,
+        anchor_rate: float = 0.25,
+        anchors_per_row: int = 512,
+        cache_features: bool = False,
+        block_size: int = 16,
+    ) -> None:
+        super().__init__()
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f"val_fraction must be at least 0 and below 1, got {val_fraction}.")
+        if not 0 < anchor_rate <= 1 or anchors_per_row < 1:
+            raise ValueError(
+                "anchor_rate must be in (0, 1] and anchors_per_row at least 1, "
+                f"got {anchor_rate} and {anchors_per_row}."
+            )
+        self.store_path = store
+        self.batching = batching
+        self.seed = seed
+        self.num_workers = num_workers
+        self.val_store_path = val_store
+        self.val_fraction = val_fraction
+        self.anchor_rate = anchor_rate
+        self.anchors_per_row = anchors_per_row
+        self.cache_features = cache_features
+        self.block_size = block_size
+        self.epoch = 0
+        self.rank, self.world_size, self.accumulate = 0, 1, 1
+        self.features: dict[Path, FeatureCache] = {}
+        self._plan: EpochPlan | None = None
+
+    def prepare_data(self) -> None:
+        """Fetch the target and prepare the embedded data, on one process."""
+        if self.trainer is not None:
+            self.trainer.lightning_module.target.prepare()
+        if self.store_path == QUICKSTART:
+            self._quickstart_store()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the stores, refuse what does not fit the model, and plan the first epoch."""
+        self.train_store = (
+            self._quickstart_store()
+            if self.store_path == QUICKSTART
+            else RowStore.open(self.store_path)
+        )
+        rows = np.arange(len(self.train_store))
+        if self.val_store_path is not None:
+            self.val_store = RowStore.open(self.val_store_path)
+            self.train_rows, self.val_rows = rows, np.arange(len(self.val_store))
+        else:
+            self.val_store = self.train_store
+            conversation = self.train_store.column("conversation")
+            self.train_rows, self.val_rows = split_rows(conversation, self.val_fraction)
+        if self.trainer is not None:
+            trainer = self.trainer
+            self.rank, self.world_size = trainer.global_rank, trainer.world_size
+            self.accumulate = trainer.accumulate_grad_batches
+            self.epoch = trainer.current_epoch
+            self._fit_to_model(trainer.lightning_module, trainer)
+        self.plan = self._make_plan(self.epoch)
+
+    def _fit_to_model(self, module: Any, trainer: L.Trainer) -> None:  # noqa: ANN401 - the layer above
+        """Take what the model decides, and check the stores against it."""
+        self.block_size = module.drafter.spec.block_size
+        for store in {s.path: s for s in (self.train_store, self.val_store)}.values():
+            module.check_store(store)
+            if self.cache_features:
+                module.target.load(module.device)
+                cache = FeatureCache(store, module.target, module.drafter.spec.target_layer_ids)
+                cache.build(trainer.global_rank, trainer.world_size)
+                trainer.strategy.barrier()
+                if trainer.is_global_zero:
+                    cache.finish()
+                trainer.strategy.barrier()
+                self.features[store.path] = cache
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch; exists after :meth:`setup`."""
+        if self._plan is None:
+            raise RuntimeError("DFlashDataModule.setup() must run before its plan is used.")
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: EpochPlan) -> None:
+        self._plan = plan
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Real tokens that all ranks together see in an epoch."""
+        return int(self.train_store.lengths[self.train_rows].sum())
+
+    def num_steps(self, epochs: int) -> int:
+        """Optimizer steps of the first ``epochs`` epochs, from their plans."""
+        return sum(self._make_plan(epoch).num_steps for epoch in range(epochs))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Reshuffle within the length buckets for another epoch; does nothing for the current one."""
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        self.plan = self._make_plan(epoch)
+        if self.trainer is not None:
+            # Lightning fixes an epoch's number of batches once and would cut a longer epoch to it.
+            loop = self.trainer.fit_loop
+            if loop._combined_loader is not None:
+                loop.max_batches = self.plan.num_steps * self.accumulate
+                loop._combined_loader.limits = [loop.max_batches]
+
+    def report(self) -> dict[str, int | float]:
+        """Counts and padding of the current plan."""
+        return self.plan.summary()
+
+    def train_dataloader(self) -> DataLoader:
+        """Batches of this rank, planned anew each epoch."""
+        return self._loader(self.train_store, BucketSampler(self))
+
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        """All validation rows once, dealt over the ranks; an empty list without validation rows."""
+        if not len(self.val_rows):
+            return []
+        lengths = self.val_store.lengths[self.val_rows]
+        budget = max(self.batching.token_budget, int(lengths.max()))
+        plan = plan_epoch(
+            lengths,
+            Batching(order="sorted", token_budget=budget, max_rows=self.batching.max_rows),
+            seed=0,
+            epoch=0,
+        )
+        sampler = ValidationSampler(plan, self.val_rows, lambda: self.rank, lambda: self.world_size)
+        return self._loader(self.val_store, sampler)
+
+    def _make_plan(self, epoch: int) -> EpochPlan:
+        return plan_epoch(
+            self.train_store.lengths[self.train_rows],
+            self.batching,
+            seed=self.seed,
+            epoch=epoch,
+            world_size=self.world_size,
+            accumulate=self.accumulate,
+        )
+
+    def _loader(self, store: RowStore, sampler: BucketSampler | ValidationSampler) -> DataLoader:
+        rows = RowBatches(
+            store,
+            block_size=self.block_size,
+            seed=self.seed,
+            anchor_rate=self.anchor_rate,
+            anchors_per_row=self.anchors_per_row,
+            features=self.features.get(store.path),
+        )
+        return DataLoader(
+            rows,
+            sampler=sampler,
+            batch_size=None,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            worker_init_fn=_ignore_signals,
+            pin_memory=False,
+        )
+
+    def _quickstart_store(self) -> RowStore:
+        if self.trainer is None:
+            raise ValueError(
+                "store 'quickstart' needs a trainer, whose model brings the tokenizer. In a "
+                "notebook: "
+                "trainer.fit(module, DFlashDataModule('quickstart'))."
+            )
+        target = self.trainer.lightning_module.target
+        folder = cache_folder() / f"quickstart-{target.tokenizer_fingerprint}"
+        return prepare_store(
+            CHATS, target.tokenizer, folder, max_length=QUICKSTART_MAX_LENGTH, overwrite=True
+        )
+
+    def transfer_batch_to_device(self, batch: Batch, device: Any, dataloader_idx: int) -> Batch:  # noqa: ANN401, ARG002
+        """Move the tensors; row numbers stay where they can be read."""
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return moved._replace(rows=batch.rows)
+
+
+def _ignore_signals(_worker: int) -> None:
+    """A signal to the process group is for the main process to handle; workers end when it does."""
+    if multiprocessing.parent_process() is not None:
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, signal.SIG_IGN)

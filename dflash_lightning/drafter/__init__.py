@@ -1,0 +1,1 @@
+"""The drafter: configuration, attention, model and file format."""

@@ -1,0 +1,226 @@
+"""The drafter: a small transformer that predicts all tokens of a block at once (DFlash, arXiv 2602.06036)."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_lightning.drafter.attention import (
+    Chunk,
+    DraftAttention,
+    KeyValue,
+    RMSNorm,
+    inverse_frequencies,
+    make_chunks,
+)
+from dflash_lightning.drafter.config import DrafterSpec, LayerType
+from dflash_lightning.functional.anchors import block_positions
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward part.
+
+    Args:
+        spec: The drafter.
+    """
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm layer: attention over context and own block, then the feed-forward part.
+
+    Args:
+        spec: The drafter.
+        kind: Full or sliding.
+    """
+
+    def __init__(self, spec: DrafterSpec, kind: LayerType) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(spec, kind)
+        self.mlp = SwiGLU(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, angles: Tensor, context: KeyValue, chunks: list[Chunk] | None
+    ) -> Tensor:
+        """``[B, N * K, D]`` to the same; arguments as in :class:`DraftAttention`."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, context, chunks)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftCache:
+    """Keys and values of the context, layer by layer, while decoding one row."""
+
+    def __init__(self) -> None:
+        self.layers: list[KeyValue] = []
+
+    @property
+    def length(self) -> int:
+        """Context tokens held."""
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+
+class Drafter(nn.Module):
+    """Predicts the K - 1 tokens after an anchor from the target's features of everything before it.
+
+    Embedding and head are the target's and not part of it.
+
+    Args:
+        spec: The drafter, complete; ``DrafterConfig(...).for_target(config)`` makes one.
+        chunk_anchors: Anchors of a row that attend together on the sdpa path; 16 to 32 measured
+            best.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, spec: DrafterSpec, chunk_anchors: int = 16) -> None:
+        super().__init__()
+        self.spec = spec
+        self.chunk_anchors = chunk_anchors
+        features = len(spec.target_layer_ids) * spec.hidden_size
+        self.fc = nn.Linear(features, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(spec, kind) for kind in spec.layer_types)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.register_buffer("inverse_frequencies", inverse_frequencies(spec), persistent=False)
+
+    def forward(
+        self,
+        context_features: Tensor,
+        block_embeddings: Tensor,
+        anchors: Tensor,
+        anchor_valid: Tensor,
+    ) -> Tensor:
+        """The training forward: all blocks of all rows in parallel.
+
+        Args:
+            context_features: Target features, ``[B, T, F]``.
+            block_embeddings: Embeddings of [anchor, mask, mask, ...], ``[B, N, K, D]``.
+            anchors: Positions, int64 ``[B, N]``, sorted in each row.
+            anchor_valid: Whether a slot holds a real anchor, bool ``[B, N]``.
+
+        Returns:
+            Output-normed hidden states, ``[B, N, K, D]``; empty slots hold meaningless finite
+            numbers.
+        """
+        shape = block_embeddings.shape
+        positions = torch.arange(context_features.shape[1], device=anchors.device)[None]
+        context = self._context(context_features, self._angles(positions))
+        angles = self._angles(block_positions(anchors, shape[2]).flatten(1))
+        chunks = make_chunks(
+            anchors,
+            anchor_valid,
+            self.spec,
+            chunk_anchors=self.chunk_anchors,
+            dtype=context[0][0].dtype,
+        )
+        x = self._blocks(block_embeddings.flatten(1, 2), angles, context, chunks)
+        return x.view(shape)
+
+    def extend(self, cache: DraftCache, context_features: Tensor) -> None:
+        """Append the features of new context tokens to a cache, ``[1, T, F]``."""
+        start, count = cache.length, context_features.shape[1]
+        positions = torch.arange(start, start + count, device=context_features.device)[None]
+        new = self._context(context_features, self._angles(positions))
+        if not cache.layers:
+            cache.layers = new
+            return
+        cache.layers = [
+            (torch.cat([k, new_k], dim=2), torch.cat([v, new_v], dim=2))
+            for (k, v), (new_k, new_v) in zip(cache.layers, new, strict=True)
+        ]
+
+    def draft(self, cache: DraftCache, block_embeddings: Tensor) -> Tensor:
+        """One block whose anchor stands right after the cached context: ``[1, K, D]`` to ``[1, K, D]``."""
+        anchor = torch.tensor([[cache.length]], device=block_embeddings.device)
+        angles = self._angles(block_positions(anchor, block_embeddings.shape[1]).flatten(1))
+        chunks = None
+        if "sliding_attention" in self.spec.layer_types:
+            valid = torch.ones_like(anchor, dtype=torch.bool)
+            chunks = make_chunks(
+                anchor, valid, self.spec, chunk_anchors=1, dtype=cache.layers[0][0].dtype
+            )
+        return self._blocks(block_embeddings, angles, cache.layers, chunks)
+
+    def draft_block(self, context_features: Tensor, block_embeddings: Tensor) -> Tensor:
+        """The serving forward in one call.
+
+        Args:
+            context_features: Target features of everything before the anchor, ``[1, S, F]``.
+            block_embeddings: Embeddings of [anchor, mask, mask, ...], ``[1, K, D]``; the anchor
+                stands at S.
+
+        Returns:
+            Output-normed hidden states, ``[1, K, D]``.
+        """
+        cache = DraftCache()
+        self.extend(cache, context_features)
+        return self.draft(cache, block_embeddings)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        return positions[..., None].float() * self.inverse_frequencies
+
+    def _context(self, features: Tensor, angles: Tensor) -> list[KeyValue]:
+        fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return [layer.self_attn.keys_values(fused, angles) for layer in self.layers]
+
+    def _blocks(
+        self, x: Tensor, angles: Tensor, context: list[KeyValue], chunks: list[Chunk] | None
+    ) -> Tensor:
+        x = x.to(self.fc.weight.dtype)
+        for layer, layer_context in zip(self.layers, context, strict=True):
+            x = layer(x, angles, layer_context, chunks)
+        return self.norm(x)
+
+
+def init_random(drafter: Drafter, seed: int, std: float = 0.02) -> None:
+    """Normal weights of deviation ``std``, norms at one; the same for a seed on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def init_from_target(drafter: Drafter, target_layers: Sequence[nn.Module], norm: Tensor) -> int:
+    """Start from the target: its final norm, its last layers, and an averaging fusion.
+
+    With head and embedding frozen a random start spends hundreds of steps on finding the scale of
+    the target's final norm. Call it after :func:`init_random`: what the target lacks keeps its
+    random start.
+
+    Args:
+        drafter: Changed in place.
+        target_layers: The target's decoder layers.
+        norm: Weight of the target's final norm, ``[D]``.
+
+    Returns:
+        How many draft layers were taken from the target; those whose shapes differ stay random.
+    """
+    taken = 0
+    width, count = drafter.spec.hidden_size, len(drafter.spec.target_layer_ids)
+    with torch.no_grad():
+        drafter.norm.weight.copy_(norm)
+        drafter.fc.weight.copy_(torch.eye(width).repeat(1, count) / count)
+        sources = list(target_layers)[-len(drafter.layers) :]
+        for layer, source in zip(drafter.layers[-len(sources) :], sources, strict=True):
+            ours, theirs = layer.state_dict(), source.state_dict()
+            shared = {k: v for k, v in theirs.items() if k in ours}
+            needed = {k for k in ours if not k.endswith(("q_norm.weight", "k_norm.weight"))}
+            if needed <= shared.keys() and all(v.shape == ours[k].shape for k, v in shared.items()):
+                layer.load_state_dict({**ours, **shared})
+                taken += 1
+    return taken

