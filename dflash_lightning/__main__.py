@@ -14,7 +14,10 @@ TOOLS = {
         "dflash_lightning.data.prepare",
         "chats to rows, loss mask, report of kept and rejected rows",
     ),
-    "export": ("dflash_lightning.export", "a checkpoint's drafter in the public format"),
+    "export": (
+        "dflash_lightning.drafter.checkpoint",
+        "a checkpoint's drafter in the public format",
+    ),
     "decode": (
         "dflash_lightning.decoding",
         "lossless speculative decoding: tau with interval, speed-up",
@@ -48,7 +51,7 @@ def run(name: str, rest: list[str]) -> None:
     elif name in TRAINER:
         from dflash_lightning.cli import build_cli
 
-        build_cli([name, *rest])
+        build_cli()
     else:
         known = [*TRAINER, *TOOLS]
         close = difflib.get_close_matches(name, known, n=1)
@@ -69,7 +72,7 @@ def overview() -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by a check of this package: a user's mistake, told in one line."""
+    """Whether a check of this package raised it: a user's mistake, told in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return Path(frame.filename).is_relative_to(Path(__file__).parent)
 

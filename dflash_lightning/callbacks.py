@@ -1,25 +1,23 @@
-"""Callbacks: first validation, progress and time left, and the drafter that a finished fit leaves behind."""
+"""Callbacks: the first validation, progress with time left, and what a finished fit leaves."""
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
-import torch
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
 from dflash_lightning.data.datamodule import DFlashDataModule
-from dflash_lightning.drafter.checkpoint import export_drafter
-from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.checkpoint import export, export_drafter
 from dflash_lightning.module import DFlashModule
 
 
 class ValidateAtStart(Callback):
-    """Validates once before the first step, and logs it: the sanity check of Lightning logs nothing."""
+    """Validates before the first step and logs it; Lightning's sanity check logs nothing."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the whole validation at step 0."""
         if trainer.global_step == 0 and trainer.enable_validation:
             trainer.validating = True
@@ -28,15 +26,15 @@ class ValidateAtStart(Callback):
 
 
 class TokenProgressBar(ProgressBar):
-    """One bar for the whole run, in real tokens: its rate is tokens per second, its time left follows from it.
+    """One bar over the real tokens of the whole run: tokens per second, and the time left from it.
 
-    Tokens rather than steps, since steps over long rows take longer and a bar of steps would guess
-    wrong.
+    Tokens rather than steps, since a step over long rows takes longer than one over short rows.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bar: tqdm | None = None
+        self.total_steps = 0
         self._enabled = True
 
     def disable(self) -> None:
@@ -49,14 +47,13 @@ class TokenProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar over all tokens that the run will see."""
-        data: DFlashDataModule = trainer.datamodule
-        self.total_steps = pl_module.total_steps()
-        planned = data.num_steps(trainer.max_epochs)
-        total = data.tokens_per_epoch * trainer.max_epochs * self.total_steps // planned
-        initial = total * trainer.global_step // self.total_steps
+        module, data = parts(trainer)
+        self.total_steps = module.total_steps()
+        epochs = trainer.max_epochs or 1
+        planned = data.num_steps(epochs) if epochs > 0 else self.total_steps
+        tokens = data.tokens_per_epoch * max(epochs, 1)
         self.bar = tqdm(
-            total=total,
-            initial=initial,
+            total=tokens * self.total_steps // planned,
             unit="tok",
             unit_scale=True,
             smoothing=0.05,
@@ -69,96 +66,101 @@ class TokenProgressBar(ProgressBar):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,  # noqa: ANN401, ARG002
-        batch: Any,  # noqa: ANN401, ARG002
-        batch_idx: int,  # noqa: ARG002
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Advance by the real tokens of a finished optimizer step, over all ranks."""
         if self.bar is None or trainer.fit_loop._should_accumulate():
             return
-        stats = pl_module.step_stats
-        self.bar.set_description(f"step {trainer.global_step}/{self.total_steps}", refresh=False)
+        stats = parts(trainer)[0].step_stats
+        step = f"step {trainer.global_step}/{self.total_steps}"
+        self.bar.set_description(step, refresh=False)
         self.bar.set_postfix(loss=f"{stats['loss']:.3f}", refresh=False)
-        self.bar.update(stats["tokens"])
+        self.bar.update(int(stats["tokens"]))
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the bar."""
         if self.bar is not None:
             self.bar.close()
 
-    def print(self, *args: Any, **_: Any) -> None:  # noqa: ANN401
+    def print(self, *args: Any, **_: Any) -> None:
         """Write a line above the bar."""
         if self._enabled:
-            tqdm.write(" ".join(map(str, args)), file=sys.stdout)
+            say(" ".join(map(str, args)))
 
 
 class RunReport(Callback):
-    """Says what a run is about to do, each validation, and what it leaves; exports the best drafter.
+    """Says what a run will do, each validation, and what it leaves; exports the best drafter.
 
     Args:
         export_dtype: Dtype of the exported weights.
     """
 
-    def __init__(self, export_dtype: str = "bfloat16") -> None:
-        self.export_dtype = export_dtype
-        self.first: float | None = None
+    def __init__(self, export_dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
+        self.export_dtype: Literal["float32", "bfloat16"] = export_dtype
+        self.before: float | None = None
+        self.best = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print model, plan and steps."""
-        data, spec = trainer.datamodule, pl_module.drafter.spec
-        plan = data.report()
-        size = sum(p.numel() for p in pl_module.drafter.parameters())
-        _say(
-            f"drafter: {size / 1e6:.1f} M parameters in {pl_module.drafter.fc.weight.dtype}, "
-            f"{spec.num_layers} layers, "
-            f"block {spec.block_size}, target layers {list(spec.target_layer_ids)}, mask id "
-            f"{spec.mask_token_id}"
+        module, data = parts(trainer)
+        spec, weight, plan = module.drafter.spec, module.drafter.fc.weight, data.report()
+        size = sum(p.numel() for p in module.drafter.parameters()) / 1e6
+        say(
+            f"drafter: {size:.1f} M parameters in {weight.dtype}, {spec.num_layers} layers, "
+            f"block {spec.block_size}, target layers {list(spec.target_layer_ids)}, "
+            f"mask id {spec.mask_token_id}"
         )
-        _say(
-            f"plan: {plan['rows']} rows in {plan['batches']} batches, {plan['steps']} steps an "
-            "epoch, "
-            f"{pl_module.total_steps()} in all; padding efficiency {plan['efficiency']:.3f}, fill "
-            f"{plan['fill']:.2f}"
+        say(
+            f"plan: {plan['rows']} rows in {plan['batches']} batches, {plan['steps']} steps in "
+            "this "
+            f"epoch, {module.total_steps()} in all; padding efficiency {plan['efficiency']:.3f}, "
+            f"fill {plan['fill']:.2f}"
         )
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the numbers that matter."""
         values = trainer.callback_metrics
         if "val/est_tau" not in values:
             return
         tau, loss = float(values["val/est_tau"]), float(values["val/loss"])
         if trainer.state.fn == "fit":
-            self.first = tau if self.first is None else self.first
-        _say(f"step {trainer.global_step}: val/loss {loss:.3f}, val/est_tau {tau:.3f}")
+            self.before = tau if self.before is None else self.before
+            self.best = max(self.best, tau)
+        say(f"step {trainer.global_step}: val/loss {loss:.3f}, val/est_tau {tau:.3f}")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Export the best drafter into the run folder."""
         if not trainer.is_global_zero:
             return
         folder = run_folder(trainer) / "drafter"
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        notes = f"Trained with dflash_lightning for {trainer.global_step} steps."
+        saver = trainer.checkpoint_callback
+        best = saver.best_model_path if isinstance(saver, ModelCheckpoint) else ""
         if best:
-            export_checkpoint(
-                best, folder, pl_module.drafter, pl_module.target.path, self.export_dtype, notes
-            )
+            export(Path(best), folder, dtype=self.export_dtype)
         else:
-            export_drafter(
-                pl_module.drafter,
-                folder,
-                target=pl_module.target.path,
-                dtype=self.export_dtype,
-                notes=notes,
-            )
-        if self.first is not None:
-            score = trainer.checkpoint_callback.best_model_score if best else None
-            after = (
-                float(score)
-                if score is not None
-                else float(trainer.callback_metrics["val/est_tau"])
-            )
-            _say(f"val/est_tau {self.first:.3f} before, {after:.3f} after (best)")
-        _say(f"run folder: {run_folder(trainer)}; drafter in {folder}")
+            module = parts(trainer)[0]
+            path = module.target.path
+            export_drafter(module.drafter, folder, target=path, dtype=self.export_dtype)
+        if self.before is not None:
+            say(f"val/est_tau {self.before:.3f} before training, {self.best:.3f} after (best)")
+        say(f"run folder {run_folder(trainer)}, drafter in {folder}")
+
+
+def parts(trainer: L.Trainer) -> tuple[DFlashModule, DFlashDataModule]:
+    """The module and the data module of a run.
+
+    Raises:
+        ValueError: If the trainer was given others.
+    """
+    module, data = trainer.lightning_module, vars(trainer).get("datamodule")
+    if not isinstance(module, DFlashModule) or not isinstance(data, DFlashDataModule):
+        raise ValueError(
+            "trainer.fit must be given a DFlashModule and a DFlashDataModule, got "
+            f"{type(module).__name__} and {type(data).__name__}."
+        )
+    return module, data
 
 
 def run_folder(trainer: L.Trainer) -> Path:
@@ -166,19 +168,8 @@ def run_folder(trainer: L.Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
-def export_checkpoint(
-    checkpoint: str | Path, folder: Path, like: Drafter, target: str, dtype: str | None, notes: str
-) -> None:
-    """Export the drafter inside a Lightning checkpoint; ``like`` has its shape."""
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-    drafter = Drafter(like.spec)
-    drafter.load_state_dict(
-        {k.removeprefix("drafter."): v for k, v in state.items() if k.startswith("drafter.")}
-    )
-    export_drafter(drafter, folder, target=target, dtype=dtype, notes=notes)
-
-
 @rank_zero_only
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line on rank 0, above any bar."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

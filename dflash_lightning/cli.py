@@ -1,15 +1,14 @@
 """DFlashCLI: ``fit`` and ``validate`` from YAML, with what two parts share said once."""
 
 import sys
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 
-from dflash_lightning.callbacks import RunReport, TokenProgressBar, ValidateAtStart
+from dflash_lightning.callbacks import RunReport, TokenProgressBar, ValidateAtStart, run_folder
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
 
@@ -27,11 +26,11 @@ class OneLineParser(LightningArgumentParser):
 class SaveRunConfig(SaveConfigCallback):
     """Writes ``config.yaml`` into the run folder, whichever loggers are on."""
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write on fit only, and replace nothing but our own file."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Write on fit only, on one rank."""
         if stage != "fit" or not trainer.is_global_zero:
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = run_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(
             self.config, folder / "config.yaml", skip_none=False, overwrite=True, multifile=False
@@ -50,9 +49,10 @@ class DFlashCLI(LightningCLI):
         known = LightningCLI.subcommands()
         return {name: known[name] for name in ("fit", "validate")}
 
-    def init_parser(self, **kwargs: object) -> LightningArgumentParser:
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """One parser class for everything; abbreviated options are mistakes."""
-        parser = OneLineParser(**{**kwargs, "allow_abbrev": False})
+        kwargs["allow_abbrev"] = False
+        parser = OneLineParser(**kwargs)
         parser.add_argument(
             "-c", "--config", action="config", help="Path to a YAML file; later ones win."
         )

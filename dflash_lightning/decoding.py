@@ -102,7 +102,7 @@ def plain_generate(
     max_new_tokens: int,
     end_ids: frozenset[int] = frozenset(),
 ) -> Generated:
-    """The target's own greedy decoding, a token a call; arguments as in :func:`speculative_generate`."""
+    """The target's own greedy decoding; arguments as in :func:`speculative_generate`."""
     start = time.perf_counter()
     cache, out, block = DynamicCache(), Generated(), input_ids
     while len(out.ids) < max_new_tokens and not (out.ids and out.ids[-1] in end_ids):

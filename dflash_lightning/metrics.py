@@ -1,4 +1,4 @@
-"""Metrics as sums and counts; the ratios are made last, so ranks and batches can be merged in any way."""
+"""Metrics as sums and counts; the ratios are made last, so ranks and batches merge freely."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from dflash_lightning.data.collate import Batch
-from dflash_lightning.data.store import RowStore
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
 from dflash_lightning.functional.anchors import block_ids
@@ -114,48 +113,27 @@ class DFlashModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Weights come from a file: check that they were trained for this target."""
-        self._fresh = False
-        found = checkpoint["target"]["path"], checkpoint["target"]["fingerprint"]
-        if self.target.is_loaded and found[1] != self.target.fingerprint:
+        if self._trainer is not None and self._trainer.state.fn == "fit":
             raise ValueError(
-                f"the checkpoint was trained for target {found[0]} (fingerprint {found[1]}), this "
-                "run has "
-                f"{self.target.path} ({self.target.fingerprint}). Give the same target."
+                "ckpt_path must not be given to fit: a run cannot be continued from a checkpoint. "
+                "Use it with validate, or export its drafter."
+            )
+        self._fresh = False
+        found = checkpoint["dflash"]
+        if self.target.is_loaded and found["target_fingerprint"] != self.target.fingerprint:
+            raise ValueError(
+                f"the checkpoint was trained for target {found['target']} (fingerprint "
+                f"{found['target_fingerprint']}), this run has {self.target.path} "
+                f"({self.target.fingerprint}). Give the same target."
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Name the target; its weights are not in the file."""
-        fingerprint = self.target.fingerprint
-        checkpoint["target"] = {"path": self.target.path, "fingerprint": fingerprint}
-
-    def check_store(self, store: RowStore) -> None:
-        """Refuse a store whose ids this target and drafter cannot mean.
-
-        Raises:
-            ValueError: Another tokenizer, ids outside the vocabulary, or rows that hold the mask
-                token.
-        """
-        theirs, ours = store.meta["key"]["tokenizer"], self.target.tokenizer_fingerprint
-        if ours is not None and theirs != ours:
-            raise ValueError(
-                f"data.store {store.path} was prepared with another tokenizer ({theirs}) than "
-                "that of target "
-                f"{self.target.path} ({ours}). Run `dflash-lightning prepare` with this target's "
-                "tokenizer."
-            )
-        used, spec = store.used_ids, self.drafter.spec
-        if len(used) > spec.vocab_size:
-            raise ValueError(
-                f"data.store {store.path} holds id {len(used) - 1}, outside the target's "
-                "vocabulary of "
-                f"{spec.vocab_size}. Prepare it with this target's tokenizer."
-            )
-        if spec.mask_token_id < len(used) and used[spec.mask_token_id]:
-            raise ValueError(
-                f"mask_token_id must never occur in the data; {spec.mask_token_id} occurs in "
-                f"{store.path}. "
-                "Take a reserved token of the target."
-            )
+        checkpoint["dflash"] = {
+            "spec": self.drafter.spec.to_dict(),
+            "target": self.target.path,
+            "target_fingerprint": self.target.fingerprint,
+        }
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -182,7 +160,7 @@ class DFlashModule(L.LightningModule):
         return StepSums(out.numerator, weights, out.cross_entropy, out.correct)
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Return the numerator of the loss; the denominator follows when all ranks' weights are known."""
+        """Return the numerator of the loss; the denominator follows once all weights are known."""
         s = self.sums(batch)
         counts = [
             len(batch.rows),
@@ -217,7 +195,7 @@ class DFlashModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Clip by global norm; a gradient that is not finite skips the update on all ranks alike."""
+        """Clip by global norm; a gradient that is not finite skips the update on all ranks."""
         norm = torch.nn.utils.clip_grad_norm_(
             self.drafter.parameters(), gradient_clip_val or math.inf
         )
@@ -285,8 +263,14 @@ class DFlashModule(L.LightningModule):
 
     def total_steps(self) -> int:
         """Optimizer steps of the run, from the plans of all its epochs."""
-        trainer = self.trainer
-        if trainer.max_epochs in (None, -1):
+        trainer: Any = self.trainer
+        epochs = trainer.max_epochs
+        if epochs in (None, -1):
+            if trainer.max_steps == -1:
+                raise ValueError(
+                    "trainer.max_epochs or trainer.max_steps must be set: the schedule ends with "
+                    "the run. Set max_epochs."
+                )
             return trainer.max_steps
-        planned = trainer.datamodule.num_steps(trainer.max_epochs)
+        planned = trainer.datamodule.num_steps(epochs)
         return planned if trainer.max_steps == -1 else min(planned, trainer.max_steps)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3Config,
 )
@@ -36,7 +35,7 @@ UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "embe
 
 
 class HFTarget:
-    """A causal language model of Hugging Face format that yields context features, embeddings and its head.
+    """A Hugging Face causal language model: context features, embeddings and its head.
 
     Args:
         path: Folder or hub name of the model; ``smollm2`` is the quick start's, fetched once as a
@@ -49,7 +48,7 @@ class HFTarget:
         self.path = path
         self.dtype: Dtype = dtype
         self._config: PretrainedConfig | None = None
-        self._model: PreTrainedModel | None = None
+        self._model: Any = None
         self._truncated: tuple[int, nn.Module] | None = None
         self._fingerprint: str | None = None
 
@@ -105,7 +104,7 @@ class HFTarget:
             self._model.to(device)
         return self
 
-    def _read_model(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    def _read_model(self, dtype: torch.dtype, device: torch.device) -> Any:
         hf_logging.disable_progress_bar()
         model, info = AutoModelForCausalLM.from_pretrained(
             self.prepare(), dtype=dtype, device_map={"": device}, output_loading_info=True
@@ -124,7 +123,7 @@ class HFTarget:
         return self._model is not None
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Any:
         """The loaded model."""
         if self._model is None:
             raise RuntimeError("HFTarget.load() must run before the target's weights are used.")
@@ -199,7 +198,7 @@ class HFTarget:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the configuration and of a sample of every tensor, the same for any dtype it is loaded in."""
+        """Hash of the configuration and of a sample of every tensor, the same for any dtype."""
         if self._fingerprint is None:
             digest = hashlib.sha256(_stable_config(self.config).encode())
             for name, weight in sorted(self.model.state_dict().items()):
@@ -249,7 +248,7 @@ class RandomTarget(HFTarget):
         """There is no tokenizer: any store whose ids fit the vocabulary will do."""
         return None
 
-    def _read_model(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    def _read_model(self, dtype: torch.dtype, device: torch.device) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return AutoModelForCausalLM.from_config(self.config, dtype=dtype).to(device)
@@ -293,13 +292,16 @@ def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Tokenizer of a folder, a hub name, or ``smollm2``."""
     try:
-        return AutoTokenizer.from_pretrained(smollm2_folder() if path == "smollm2" else path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            smollm2_folder() if path == "smollm2" else path
+        )
     except OSError as error:
         raise _not_found(path) from error
+    return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of everything that decides how text becomes ids: vocabulary, merges, template, special ids."""
+    """Hash of what decides how text becomes ids: vocabulary, merges, template, special ids."""
     state = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template)
     state += json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
     return hashlib.sha256(state.encode()).hexdigest()[:16]

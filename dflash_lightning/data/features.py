@@ -1,4 +1,4 @@
-"""Context features on disk: for small data, running the target once per row instead of once per epoch.
+"""Context features on disk: small data runs the target once per row, not once per epoch.
 
 A folder with ``features.bin`` (bfloat16 ``[tokens, F]``, rows at the store's offsets) and
 ``meta.json``, written last. Its name holds the key, so features of another target, other layers or
@@ -8,8 +8,8 @@ other rows are never picked up.
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,20 +45,29 @@ class FeatureCache:
         }
         short = "-".join([target.fingerprint[:8], *map(str, layer_ids)])
         self.folder = store.path / f"features-{short}"
-        self._map: np.ndarray | None = None
+        self._map: np.memmap | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
         return int(self.store.offsets[-1]) * self.width * 2
 
-    def build(self, rank: int, world_size: int) -> None:
-        """Compute this rank's share, unless complete features are there; :meth:`finish` after all ranks."""
-        if self._complete():
+    def build(self, rank: int, world_size: int, barrier: Callable[[], object]) -> None:
+        """Compute the features unless they are there: each rank a share, meeting at ``barrier``."""
+        complete = self._complete()
+        barrier()
+        if complete:
             return
         if rank == 0:
             self._reserve()
-        self._wait_for_file()
+        barrier()
+        self._compute(rank, world_size)
+        barrier()
+        if rank == 0:
+            (self.folder / "meta.json").write_text(json.dumps(self.key))
+        barrier()
+
+    def _compute(self, rank: int, world_size: int) -> None:
         features = self._open("r+")
         batches = list(self._batches())[rank::world_size]
         total = sum(int(self.store.lengths[rows].sum()) for rows in batches)
@@ -83,11 +92,6 @@ class FeatureCache:
             bar.update(sum(map(len, ids)))
         features.flush()
         bar.close()
-
-    def finish(self) -> None:
-        """Mark the features complete: on one rank, after all have built."""
-        if not self._complete():
-            (self.folder / "meta.json").write_text(json.dumps(self.key))
 
     def row(self, index: int) -> Tensor:
         """Features of a row, bfloat16 ``[T, F]``."""
@@ -124,11 +128,7 @@ class FeatureCache:
         with (self.folder / "features.bin").open("wb") as file:
             file.truncate(size)
 
-    def _wait_for_file(self) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()
-
-    def _open(self, mode: str) -> np.ndarray:
+    def _open(self, mode: Literal["r", "r+"]) -> np.memmap:
         shape = (int(self.store.offsets[-1]), self.width)
         return np.memmap(self.folder / "features.bin", dtype=np.int16, mode=mode, shape=shape)
 

@@ -101,11 +101,11 @@ def prepare_store(
 def describe(store: RowStore) -> str:
     """The report of a store in a few lines."""
     meta, report = store.meta, store.meta["report"]
+    cut = f"{report['truncated']} cut at {meta['key']['max_length']}"
+    longest = store.lengths.max()
     lines = [
-        f"{meta['rows']} rows in {store.path}: {meta['tokens']} tokens, {meta['supervised']} "
-        "supervised, "
-        f"longest {store.lengths.max()}, {report['truncated']} cut at {meta['key']['max_length']}, "
-        f"{report['duplicates']} copies of another row."
+        f"{meta['rows']} rows in {store.path}, {report['duplicates']} copies of another row",
+        f"{meta['tokens']} tokens, {meta['supervised']} supervised; longest {longest}, {cut}",
     ]
     for reason, count in report["rejected"].items():
         first = report["first_rejected_line"][reason]
@@ -157,7 +157,7 @@ def _rows(
 
 
 class _Conversations:
-    """Groups rows that share an id or their content, through any chain of such links (union-find)."""
+    """Groups rows that share an id or their content, through any chain of links (union-find)."""
 
     def __init__(self) -> None:
         self.first: dict[str, int] = {}

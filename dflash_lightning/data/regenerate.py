@@ -1,11 +1,11 @@
 """The target's own answers to a file of prompts: the best data a drafter can be trained on."""
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -131,7 +131,7 @@ def _users(messages: list[Message]) -> list[Message]:
 
 
 def _answer(
-    model: torch.nn.Module,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     ends: frozenset[int],
     batch: list[Conversation],
@@ -162,7 +162,7 @@ def _answer(
 
 
 def _generate(
-    model: torch.nn.Module, prompts: list[list[int]], pad: int, limit: int, temperature: float
+    model: Any, prompts: list[list[int]], pad: int, limit: int, temperature: float
 ) -> list[list[int]]:
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -190,7 +190,7 @@ def _finish(part: Path, output: Path, wanted: list[Conversation]) -> None:
     with scratch.open("w", encoding="utf-8") as file:
         for prompt in wanted:
             file.write(json.dumps(by_id[prompt.id], ensure_ascii=False) + "\n")
-    os.replace(scratch, output)
+    scratch.replace(output)
     part.unlink()
     reasons = Counter(
         m["finish_reason"]

@@ -14,10 +14,13 @@ class PlanHolder(Protocol):
     """What the sampler asks of the data module."""
 
     epoch: int
-    plan: EpochPlan
     rank: int
     accumulate: int
     train_rows: np.ndarray
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Plan another epoch."""
@@ -70,14 +73,14 @@ class ValidationSampler(DistributedSampler):
         rank: Callable[[], int],
         world_size: Callable[[], int],
     ) -> None:
-        self.plan, self.rows, self.rank, self.world_size = plan, rows, rank, world_size
+        self.plan, self.rows, self._rank, self._world_size = plan, rows, rank, world_size
 
     def __len__(self) -> int:
-        return -(-self.plan.num_steps // self.world_size())
+        return -(-self.plan.num_steps // self._world_size())
 
     def __iter__(self) -> Iterator[BatchIndex]:
         for turn in range(len(self)):
-            step = turn * self.world_size() + self.rank()
+            step = turn * self._world_size() + self._rank()
             if step < self.plan.num_steps:
                 yield BatchIndex(None, self.rows[self.plan.rows(step, 0)], self.plan.width(step, 0))
             else:

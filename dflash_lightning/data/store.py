@@ -1,4 +1,4 @@
-"""The row store: flat memory-mapped ids and loss mask, offsets, and a description with a fingerprint.
+"""The row store: flat memory-mapped ids and loss mask, offsets, and a fingerprinted description.
 
 A folder with ``ids.bin`` (int32), ``loss_mask.bin`` (bool), ``offsets.npy``, ``line.npy`` (line of
 the chat file), ``conversation.npy`` (rows of one conversation, and copies of one row, share a
@@ -123,7 +123,7 @@ def write_store(
     scratch.mkdir(parents=True)
     try:
         _write_rows(scratch, rows, meta, conversations)
-        os.replace(scratch, path)
+        scratch.replace(path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return RowStore.open(path)

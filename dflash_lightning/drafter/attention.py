@@ -117,7 +117,7 @@ def _visible(
     )
     slot = torch.arange(count * size, device=device)
     sees_block = slot[:, None] // size == slot // size
-    if kind == "sliding_attention":
+    if kind == "sliding_attention" and spec.sliding_window is not None:
         sees_context = sees_context & (position - key < spec.sliding_window)
         sees_block = sees_block & (slot <= slot[:, None])
     return torch.cat(
@@ -149,7 +149,7 @@ class RMSNorm(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Attention of block slots over [context ; own block], with one projection for both kinds of keys.
+    """Attention of block slots over [context ; own block], with one projection for both.
 
     Args:
         spec: The drafter.
@@ -170,7 +170,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
     def keys_values(self, states: Tensor, angles: Tensor) -> KeyValue:
-        """Keys and values of context or block states: ``[B, T, D]`` to two ``[B, H_kv, T, head_dim]``."""
+        """Keys and values of states ``[B, T, D]``: two ``[B, H_kv, T, head_dim]``."""
         keys = rotate(self.k_norm(self._heads(self.k_proj(states))), angles)
         return keys, self._heads(self.v_proj(states))
 

@@ -46,6 +46,29 @@ def export_drafter(
     (folder / "README.md").write_text(_card(drafter.spec, folder.name, target, notes))
 
 
+def export(ckpt: Path, folder: Path, *, dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
+    """Write the drafter of a training checkpoint in the public format.
+
+    Args:
+        ckpt: Checkpoint of ``fit``.
+        folder: Made if needed; files of the same names are replaced.
+        dtype: Dtype of the exported weights.
+    """
+    if not ckpt.is_file():
+        raise FileNotFoundError(f"ckpt must be a checkpoint file of fit; {ckpt} is none.")
+    saved = torch.load(ckpt, map_location="cpu", weights_only=True)
+    if "dflash" not in saved:
+        raise ValueError(f"ckpt must be a checkpoint of dflash-lightning fit; {ckpt} is none.")
+    drafter = Drafter(DrafterSpec.from_dict(saved["dflash"]["spec"]))
+    prefix = "drafter."
+    weights = {
+        k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)
+    }
+    drafter.load_state_dict(weights)
+    notes = f"Trained with dflash_lightning for {saved['global_step']} optimizer steps."
+    export_drafter(drafter, folder, target=saved["dflash"]["target"], dtype=dtype, notes=notes)
+
+
 def load_drafter(folder: str | Path, dtype: torch.dtype | None = None) -> Drafter:
     """Read a drafter in the public format.
 
@@ -129,7 +152,7 @@ def read_public_config(config: dict[str, Any], folder: Path) -> DrafterSpec:
             f"{config.get('architectures')}."
         )
     own = config["dflash_config"]
-    sizes = {config.get("block_size"), own.get("block_size")} - {None}
+    sizes: set[int] = {c["block_size"] for c in (config, own) if "block_size" in c}
     if len(sizes) != 1:
         raise ValueError(f"{folder}/config.json must give one block_size, got {sorted(sizes)}.")
     if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":

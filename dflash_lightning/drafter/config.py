@@ -1,6 +1,6 @@
-"""What a drafter is: the dials a user sets, and the complete description that follows from a target."""
+"""What a drafter is: a user's dials, and the description that follows from a target."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from transformers import PretrainedConfig
@@ -134,13 +134,20 @@ class DrafterSpec:
                 f"num_key_value_heads ({self.num_key_value_heads})."
             )
 
-    def with_mask_token(self, mask_token_id: int) -> "DrafterSpec":
-        """The same drafter with another mask token."""
-        return replace(self, mask_token_id=mask_token_id)
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, for a checkpoint."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DrafterSpec":
+        """The inverse of :meth:`to_dict`."""
+        lists = ("target_layer_ids", "layer_types")
+        fields: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in values.items()}
+        return cls(**fields)
 
 
 def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Spread one target layer per draft layer from the second to the third from last (DFlash, section 3).
+    """Spread one target layer per draft layer, from the second to the third from last (DFlash).
 
     >>> default_layer_ids(5, 36)
     (1, 9, 17, 25, 33)

@@ -1,6 +1,7 @@
-"""The drafter: a small transformer that predicts all tokens of a block at once (DFlash, arXiv 2602.06036)."""
+"""The drafter: predicts all tokens of a block at once (DFlash, arXiv 2602.06036)."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,10 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
+    def context(self, fused: Tensor, angles: Tensor) -> KeyValue:
+        """Keys and values of the fused context ``[B, T, D]``."""
+        return self.self_attn.keys_values(fused, angles)
+
     def forward(
         self, x: Tensor, angles: Tensor, context: KeyValue, chunks: list[Chunk] | None
     ) -> Tensor:
@@ -94,6 +99,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(spec, kind) for kind in spec.layer_types)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.register_buffer("inverse_frequencies", inverse_frequencies(spec), persistent=False)
+
+    @property
+    def draft_layers(self) -> list[DraftLayer]:
+        """The layers, typed."""
+        return cast("list[DraftLayer]", list(self.layers))
 
     def forward(
         self,
@@ -142,7 +152,7 @@ class Drafter(nn.Module):
         ]
 
     def draft(self, cache: DraftCache, block_embeddings: Tensor) -> Tensor:
-        """One block whose anchor stands right after the cached context: ``[1, K, D]`` to ``[1, K, D]``."""
+        """One block whose anchor follows the cached context: ``[1, K, D]`` to ``[1, K, D]``."""
         anchor = torch.tensor([[cache.length]], device=block_embeddings.device)
         angles = self._angles(block_positions(anchor, block_embeddings.shape[1]).flatten(1))
         chunks = None
@@ -173,13 +183,13 @@ class Drafter(nn.Module):
 
     def _context(self, features: Tensor, angles: Tensor) -> list[KeyValue]:
         fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        return [layer.self_attn.keys_values(fused, angles) for layer in self.layers]
+        return [layer.context(fused, angles) for layer in self.draft_layers]
 
     def _blocks(
         self, x: Tensor, angles: Tensor, context: list[KeyValue], chunks: list[Chunk] | None
     ) -> Tensor:
         x = x.to(self.fc.weight.dtype)
-        for layer, layer_context in zip(self.layers, context, strict=True):
+        for layer, layer_context in zip(self.draft_layers, context, strict=True):
             x = layer(x, angles, layer_context, chunks)
         return self.norm(x)
 

@@ -1,4 +1,4 @@
-"""The objective: weighted cross-entropy through a frozen head, in chunks, never as one logits tensor."""
+"""The objective: weighted cross-entropy through a frozen head, chunk by chunk."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ DECAY_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash (arXiv 2602.06036), appendix 
 
 
 def decay_gamma(block_size: int) -> float:
-    """The paper's decay constant for a block size; in between, the nearest published block size decides.
+    """The paper's decay constant; between its block sizes the nearest one decides.
 
     >>> decay_gamma(16), decay_gamma(8), decay_gamma(6)
     (7.0, 4.0, 4.0)
@@ -85,7 +85,7 @@ class ChunkedHead:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch's context object
+        ctx: Any,
         hidden: Tensor,
         head: Tensor,
         labels: Tensor,
@@ -107,10 +107,10 @@ class _HeadLoss(torch.autograd.Function):
         return (cross_entropy * weights).sum(), cross_entropy, correct
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         # A factor that is not 1 must not be rounded into bf16 here: multiply in float32.
         (gradient,) = ctx.saved_tensors
-        return (gradient.float() * upstream).to(gradient.dtype), None, None, None, None
+        return (gradient.float() * upstream[0]).to(gradient.dtype), None, None, None, None
 
 
 def _chunk(
