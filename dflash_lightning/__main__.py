@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 import traceback
+from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ TOOLS = {
         "lossless speculative decoding: tau with interval, speed-up",
     ),
 }
+POSITIONAL = ("export",)  # tools whose required values are given by place
 TRAINER = {"fit": "train a drafter", "validate": "validate a checkpoint"}
 
 
@@ -35,10 +37,12 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         run(name, rest)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ArgumentError) as error:
         if not is_ours(error):
             raise
-        sys.exit(f"dflash-lightning {name}: {' '.join(str(error).split())}")
+        line = " ".join(str(error).split())
+        more = f". See dflash-lightning {name} --help." if isinstance(error, ArgumentError) else ""
+        sys.exit(f"dflash-lightning {name}: {line}{more}")
 
 
 def run(name: str, rest: list[str]) -> None:
@@ -47,11 +51,23 @@ def run(name: str, rest: list[str]) -> None:
         from jsonargparse import auto_cli, set_parsing_settings
 
         set_parsing_settings(docstring_parse_attribute_docstrings=False)
-        auto_cli(tool(name), args=rest, prog=f"dflash-lightning {name}", allow_abbrev=False)
+        auto_cli(
+            tool(name),
+            args=rest,
+            as_positional=name in POSITIONAL,
+            prog=f"dflash-lightning {name}",
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
     elif name in TRAINER:
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
         from dflash_lightning.cli import build_cli
 
-        build_cli()
+        try:
+            build_cli()
+        except MisconfigurationException as error:
+            raise ValueError(str(error)) from error
     else:
         known = [*TRAINER, *TOOLS]
         close = difflib.get_close_matches(name, known, n=1)
@@ -72,7 +88,9 @@ def overview() -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a check of this package raised it: a user's mistake, told in one line."""
+    """Whether a check of the command line or of this package raised it: told in one line."""
+    if isinstance(error, ArgumentError):
+        return True
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return Path(frame.filename).is_relative_to(Path(__file__).parent)
 

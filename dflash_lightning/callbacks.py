@@ -132,9 +132,9 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Export the best drafter into the run folder."""
+        folder = run_folder(trainer) / "drafter"
         if not trainer.is_global_zero:
             return
-        folder = run_folder(trainer) / "drafter"
         saver = trainer.checkpoint_callback
         best = saver.best_model_path if isinstance(saver, ModelCheckpoint) else ""
         if best:
@@ -145,7 +145,7 @@ class RunReport(Callback):
             export_drafter(module.drafter, folder, target=path, dtype=self.export_dtype)
         if self.before is not None:
             say(f"val/est_tau {self.before:.3f} before training, {self.best:.3f} after (best)")
-        say(f"run folder {run_folder(trainer)}, drafter in {folder}")
+        say(f"run folder {folder.parent}, drafter in {folder}")
 
 
 def parts(trainer: L.Trainer) -> tuple[DFlashModule, DFlashDataModule]:
@@ -164,7 +164,7 @@ def parts(trainer: L.Trainer) -> tuple[DFlashModule, DFlashDataModule]:
 
 
 def run_folder(trainer: L.Trainer) -> Path:
-    """Where a run leaves its files."""
+    """Where a run leaves its files; call it on all ranks, since Lightning broadcasts the answer."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 

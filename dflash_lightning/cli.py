@@ -1,6 +1,10 @@
 """DFlashCLI: ``fit`` and ``validate`` from YAML, with what two parts share said once."""
 
-import sys
+import difflib
+import re
+import zipfile
+from argparse import ArgumentParser
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import lightning as L
@@ -13,14 +17,30 @@ from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
 
 
-class OneLineParser(LightningArgumentParser):
-    """Reports a mistake in one line."""
+class HelpfulParser(LightningArgumentParser):
+    """Names the closest key where one does not exist."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002
-        """Print the message without usage and exit with status 2."""
-        line = " ".join(message.split())
-        sys.stderr.write(f"dflash-lightning: {line}\n")
-        sys.exit(2)
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise an ``ArgumentError``."""
+        unknown = re.search(r"(?:accept option '|arguments: --)([\w.]+)[^()]*$", message)
+        close = closest(unknown[1], set(keys(self))) if unknown else None
+        super().error(f"{message} (did you mean {close}?)" if close else message, ex)
+
+
+def keys(parser: ArgumentParser) -> Iterator[str]:
+    """Every key that a parser and its subcommands know."""
+    for action in parser._actions:
+        yield action.dest
+        for sub in action.choices.values() if isinstance(action.choices, dict) else ():
+            yield from keys(sub)
+
+
+def closest(key: str, known: set[str]) -> str | None:
+    """The same key in another section, else one that begins so, else the one spelt most like it."""
+    moved = [k for k in sorted(known) if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    longer = [k for k in sorted(known) if k.startswith(key)]
+    alike = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    return next(iter(moved or longer or alike), None)
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -28,9 +48,11 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
         """Write on fit only, on one rank."""
-        if stage != "fit" or not trainer.is_global_zero:
+        if stage != "fit":
             return
         folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(
             self.config, folder / "config.yaml", skip_none=False, overwrite=True, multifile=False
@@ -51,8 +73,7 @@ class DFlashCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """One parser class for everything; abbreviated options are mistakes."""
-        kwargs["allow_abbrev"] = False
-        parser = OneLineParser(**kwargs)
+        parser = HelpfulParser(**kwargs, allow_abbrev=False, exit_on_error=False)
         parser.add_argument(
             "-c", "--config", action="config", help="Path to a YAML file; later ones win."
         )
@@ -73,9 +94,29 @@ class DFlashCLI(LightningCLI):
             }
         )
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, and refuse what is no checkpoint before anything tries to read it."""
+        super().parse_arguments(parser, args)
+        path = self.config.get(f"{self.config.get('subcommand')}.ckpt_path")
+        if path is not None and not zipfile.is_zipfile(path):
+            raise ValueError(
+                f"ckpt_path must be a checkpoint file that fit wrote; {path} is none. Give one of "
+                "the files in a run folder's checkpoints."
+            )
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Give every trainer callbacks of its own, without the bar where it is switched off."""
+        callbacks = [ValidateAtStart(), RunReport()]
+        if self._get(self.config_init, "trainer")["enable_progress_bar"] is not False:
+            callbacks.append(TokenProgressBar())
+        self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except ValueError as error:
+            raise ValueError(f"trainer: {error}") from error
+
 
 TRAINER_DEFAULTS = {
-    "callbacks": [ValidateAtStart(), TokenProgressBar(), RunReport()],
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
     "gradient_clip_val": 1.0,

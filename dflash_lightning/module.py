@@ -92,6 +92,7 @@ class DFlashModule(L.LightningModule):
         self.head = ChunkedHead()
         self.val_metrics = BlockMetrics(spec.block_size)
         self.step_stats: dict[str, float] = {}
+        self.skipped_steps = 0
         self._pending: Tensor | None = None
         self._fresh = True
         init_random(self.drafter, seed)
@@ -199,8 +200,12 @@ class DFlashModule(L.LightningModule):
         norm = torch.nn.utils.clip_grad_norm_(
             self.drafter.parameters(), gradient_clip_val or math.inf
         )
+        skip = not torch.isfinite(norm) or self.step_stats["weight"] == 0
+        self.skipped_steps += skip
         self.log("train/grad_norm", norm, batch_size=1)
-        if not torch.isfinite(norm):
+        self.log("train/skipped_steps", float(self.skipped_steps), batch_size=1)
+        if skip:
+            # No gradient at all: AdamW then touches neither weights nor moments nor its step count.
             for parameter in self.drafter.parameters():
                 parameter.grad = None
 
@@ -213,6 +218,7 @@ class DFlashModule(L.LightningModule):
             "rows": rows,
             "tokens": tokens,
             "labels": labels,
+            "weight": weight,
             "padding_fraction": 1 - tokens / padded,
         }
         self.step_stats = stats

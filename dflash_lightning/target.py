@@ -62,7 +62,7 @@ class HFTarget:
         if self._config is None:
             try:
                 config = AutoConfig.from_pretrained(self.prepare())
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise _not_found(self.path) from error
             self._config = config.get_text_config()
             for name in UNSUPPORTED:
@@ -91,6 +91,7 @@ class HFTarget:
     def load(self, device: torch.device | str = "cpu") -> "HFTarget":
         """Load the weights straight onto ``device``; does nothing when they are there already."""
         if self._model is None:
+            _ = self.config  # refuses what does not fit before weights are read
             dtype = compute_dtype(self.dtype, torch.device(device))
             model = self._read_model(dtype, torch.device(device))
             model.requires_grad_(False).eval()
@@ -106,14 +107,16 @@ class HFTarget:
 
     def _read_model(self, dtype: torch.dtype, device: torch.device) -> Any:
         hf_logging.disable_progress_bar()
-        model, info = AutoModelForCausalLM.from_pretrained(
-            self.prepare(), dtype=dtype, device_map={"": device}, output_loading_info=True
-        )
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.prepare(), dtype=dtype, device_map={"": device}, output_loading_info=True
+            )
+        except OSError as error:
+            raise _not_found(self.path) from error
         if info["missing_keys"]:
             raise ValueError(
                 f"target {self.path} lacks the tensors {sorted(info['missing_keys'])[:3]}, which "
-                "its "
-                "configuration does not tie to others. Give the complete model."
+                "its configuration does not tie to others. Give the complete model."
             )
         return model
 
@@ -136,8 +139,10 @@ class HFTarget:
 
     @property
     def norm_weight(self) -> Tensor:
-        """Weight of the target's final norm, ``[D]``."""
-        return self.model.get_decoder().norm.weight
+        """What the target's final norm multiplies by, ``[D]``; some families store it less one."""
+        norm = self.model.get_decoder().norm
+        with torch.no_grad():  # a constant row has its own value as root mean square, eps aside
+            return norm(torch.full_like(norm.weight, 256.0))
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -311,8 +316,7 @@ def _not_found(path: str) -> ValueError:
     kind = "folder" if Path(path).exists() else "folder or hub model"
     return ValueError(
         f"target path must be a {kind} in Hugging Face format (config.json, weights, tokenizer), "
-        "or "
-        f"'smollm2'; could not read {path!r}."
+        f"or 'smollm2'; could not read {path!r}."
     )
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 SHAREGPT_ROLES |= {"system": "system", "tool": "tool"}
 ROLES = ("system", "user", "assistant", "tool")
+PLAIN = {"role", "content", "finish_reason"}  # fields of a message that the template only copies
 
 
 class RejectedRowError(ValueError):
@@ -57,7 +59,10 @@ class Row:
 def open_text(path: Path) -> IO[str]:
     """Open a text file for reading, compressed or not."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a JSONL file (or .jsonl.gz); there is none.")
+        raise FileNotFoundError(
+            f"prompts must be a JSONL file (.jsonl or .jsonl.gz), got {path}, which is not there. "
+            "Check the path."
+        )
     return (
         gzip.open(path, "rt", encoding="utf-8")
         if path.suffix == ".gz"
@@ -117,16 +122,32 @@ def _from_sharegpt(turn: Any) -> Message:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answer_next: bool = False
 ) -> list[int]:
-    """Token ids of messages under the chat template.
+    """Token ids of messages under the chat template, which alone prints special tokens.
 
     Args:
-        tokenizer: With a chat template; the template alone prints special tokens.
+        tokenizer: With a chat template.
         messages: The conversation so far.
         answer_next: Whether to end with the template's opening of an answer.
+
+    Raises:
+        RejectedRowError: If the template itself refuses the messages.
     """
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=answer_next
-    )
+    return _encode(tokenizer, _text(tokenizer, messages, answer_next=answer_next))
+
+
+def _text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answer_next: bool = False
+) -> str:
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answer_next
+        )
+    except TemplateError as error:
+        raise RejectedRowError(f"refused by the template: {error}") from error
+    return str(text)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -184,10 +205,14 @@ def _answer_span(
     tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], answer: Message, ids: list[int]
 ) -> tuple[int, int]:
     """First and one-past-last position of an answer in ``ids``, by rendering both prefixes."""
-    prompt = render(tokenizer, before, answer_next=True)
-    answered = render(tokenizer, [*before, answer])
+    opened = _text(tokenizer, before, answer_next=True)
+    given = _text(tokenizer, [*before, answer])
+    prompt, answered = _encode(tokenizer, opened), _encode(tokenizer, given)
     if answered[: len(prompt)] != prompt:
         raise RejectedRowError("the template opens this answer differently when it is given")
+    written = given[len(opened) :].lstrip().startswith(answer["content"].strip())
+    if answer.keys() <= PLAIN and not written:
+        raise RejectedRowError("the template adds text in front of this answer or changes it")
     if ids[: len(answered)] != answered:
         raise RejectedRowError("the template rewrites an earlier turn")
     return len(prompt), len(answered)

@@ -56,6 +56,11 @@ class DFlashDataModule(L.LightningDataModule):
         super().__init__()
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction must be at least 0 and below 1, got {val_fraction}.")
+        if num_workers < 0:
+            raise ValueError(
+                f"num_workers must be at least 0, got {num_workers}. 0 builds batches in the main "
+                "process."
+            )
         if not 0 < anchor_rate <= 1 or anchors_per_row < 1:
             raise ValueError(
                 "anchor_rate must be in (0, 1] and anchors_per_row at least 1, "
@@ -87,7 +92,7 @@ class DFlashDataModule(L.LightningDataModule):
         """Open the stores, refuse what does not fit the model, and plan the epoch."""
         self.train_store = self._open_store()
         if self.val_store_path is not None:
-            self.val_store = RowStore.open(self.val_store_path)
+            self.val_store = RowStore.open(self.val_store_path, setting="data.val_store")
             self.train_rows = np.arange(len(self.train_store))
             self.val_rows = np.arange(len(self.val_store))
         else:
@@ -147,11 +152,7 @@ class DFlashDataModule(L.LightningDataModule):
         self.epoch = epoch
         self._plan = self._make_plan(epoch)
         if self.trainer is not None:
-            # Lightning fixes an epoch's number of batches once and would cut a longer epoch to it.
-            loop = self.trainer.fit_loop
-            if loop._combined_loader is not None:
-                loop.max_batches = self._plan.num_steps * self.accumulate
-                loop._combined_loader.limits = [loop.max_batches]
+            _tell_epoch_length(self.trainer, self._plan.num_steps * self.accumulate)
 
     def report(self) -> dict[str, int | float]:
         """Counts and padding of the current plan."""
@@ -250,6 +251,20 @@ def check_store(store: RowStore, target: HFTarget, spec: DrafterSpec) -> None:
             f"mask_token_id must never occur in the data; {spec.mask_token_id} occurs in "
             f"{store.path}. Take a reserved token of the target."
         )
+
+
+def _tell_epoch_length(trainer: L.Trainer, num_batches: int) -> None:
+    """Lightning fixes the batches of an epoch, and when to validate, at the first one.
+
+    A longer epoch would be cut to it and lose rows; a shorter one would end without validation.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is None or trainer.limit_train_batches != 1.0:
+        return
+    loop.max_batches = num_batches
+    loop._combined_loader.limits = [num_batches]
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
 def _ignore_signals(_worker: int) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -66,7 +65,8 @@ def prepare_store(
     """Write the row store of a chat file, or open it when it is there already.
 
     Raises:
-        ValueError: If OUTPUT holds a store made from other chats, settings, tokenizer or rules.
+        ValueError: If OUTPUT holds a store made from other chats, settings, tokenizer or rules, or
+            anything that is no store.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -89,8 +89,11 @@ def prepare_store(
                 f"store {output} was made with another {', '.join(differing)}. "
                 "Give another output, or overwrite=true."
             )
-    if output.exists() and overwrite:
-        shutil.rmtree(output)
+    elif output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(
+            f"output must be a new folder or a row store, got {output}, which holds something else."
+            " Give another output."
+        )
     report: dict[str, Any] = {"kept": 0, "rejected": {}, "first_rejected_line": {}, "truncated": 0}
     meta = {"key": key, "chats": chats.name, "report": report}
     groups = _Conversations()
@@ -187,7 +190,10 @@ class _Conversations:
 
 def _file_hash(path: Path) -> str:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a JSONL file (or .jsonl.gz); there is none.")
+        raise FileNotFoundError(
+            f"input must be a JSONL file (.jsonl or .jsonl.gz), got {path}, which is not there. "
+            "Check the path."
+        )
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

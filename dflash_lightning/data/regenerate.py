@@ -1,5 +1,6 @@
 """The target's own answers to a file of prompts: the best data a drafter can be trained on."""
 
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -45,8 +46,16 @@ def regenerate(
     """
     wanted = _read_prompts(prompts, max_new_tokens, temperature)
     part = output.with_name(output.name + ".part")
-    done = _finished(part)
+    settings = {
+        "prompts": hashlib.sha256(prompts.read_bytes()).hexdigest()[:16],
+        "target": target,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "dtype": dtype,
+    }
     loaded = HFTarget(target, dtype).load(device)
+    done = _finished(part, settings)
     tokenizer = loaded.tokenizer
     model = loaded.model
     ends = end_ids(loaded)
@@ -80,9 +89,20 @@ def _read_prompts(path: Path, max_new_tokens: int, temperature: float) -> list[C
             raise ValueError(f"{path} line {entry[0]}: {entry[1]}. Mend or remove the line.")
         entry.extra.setdefault("max_new_tokens", max_new_tokens)
         entry.extra.setdefault("temperature", temperature)
+        if int(entry.extra["max_new_tokens"]) < 1 or float(entry.extra["temperature"]) < 0:
+            raise ValueError(
+                f"{path} line {entry.line}: max_new_tokens must be at least 1 and temperature not "
+                f"negative, got {entry.extra['max_new_tokens']} and {entry.extra['temperature']}."
+            )
+        if not any(m["role"] == "user" for m in entry.messages):
+            raise ValueError(
+                f"{path} line {entry.line}: there is no user turn to answer. Mend or remove the "
+                "line."
+            )
         if entry.id in seen:
             raise ValueError(
-                f"{path} line {entry.line}: id {entry.id!r} occurs twice; ids must differ."
+                f"{path} line {entry.line}: id {entry.id!r} occurs twice; ids must differ. Rename "
+                "one."
             )
         seen.add(entry.id)
         prompts.append(entry)
@@ -91,16 +111,26 @@ def _read_prompts(path: Path, max_new_tokens: int, temperature: float) -> list[C
     return prompts
 
 
-def _finished(part: Path) -> set[str]:
-    """Ids answered by an earlier run; a half-written last line is cut off."""
-    if not part.exists():
-        part.parent.mkdir(parents=True, exist_ok=True)
-        return set()
-    text = part.read_bytes()
+def _finished(part: Path, settings: dict[str, Any]) -> set[str]:
+    """Ids answered by an earlier run with these settings, which stand in the first line.
+
+    A half-written last line is cut off.
+    """
+    text = part.read_bytes() if part.exists() else b""
     complete = text[: text.rfind(b"\n") + 1]
-    if len(complete) < len(text):
+    if not complete:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        complete = json.dumps(settings).encode() + b"\n"
+    found, *answers = map(json.loads, complete.splitlines())
+    differing = [name for name in settings if found.get(name) != settings[name]]
+    if differing:
+        raise ValueError(
+            f"{part} was begun with another {', '.join(differing)}. Give the same to continue it, "
+            "or delete it."
+        )
+    if complete != text:
         part.write_bytes(complete)
-    return {json.loads(line)["id"] for line in complete.splitlines()}
+    return {answer["id"] for answer in answers}
 
 
 def _batches(
@@ -109,8 +139,10 @@ def _batches(
     """Conversations of like settings and length together; the same batches after a restart."""
 
     def key(c: Conversation) -> tuple:
-        length = len(render(tokenizer, _users(c.messages)[:1], answer_next=True))
-        turns = sum(m["role"] == "user" for m in c.messages)
+        asked = _asked(c.messages)
+        first = next(i for i, m in enumerate(asked, start=1) if m["role"] == "user")
+        length = len(render(tokenizer, asked[:first], answer_next=True))
+        turns = sum(m["role"] == "user" for m in asked)
         return turns, float(c.extra["temperature"]), int(c.extra["max_new_tokens"]), length
 
     keyed = sorted(((key(c), c) for c in prompts), key=lambda pair: pair[0])
@@ -125,9 +157,10 @@ def _batches(
     yield batch
 
 
-def _users(messages: list[Message]) -> list[Message]:
-    """The turns that are asked: everything but answers."""
-    return [m for m in messages if m["role"] != "assistant"]
+def _asked(messages: list[Message]) -> list[Message]:
+    """Everything but answers, up to the last user turn."""
+    last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+    return [m for m in messages[: last + 1] if m["role"] != "assistant"]
 
 
 def _answer(
@@ -138,7 +171,7 @@ def _answer(
 ) -> Iterator[dict]:
     """Chats of one batch, turn after turn."""
     chats: list[list[Message]] = [[] for _ in batch]
-    queues = [_users(c.messages) for c in batch]
+    queues = [_asked(c.messages) for c in batch]
     while any(queues):
         for chat, queue in zip(chats, queues, strict=True):
             while queue and (not chat or chat[-1]["role"] != "user"):
@@ -185,7 +218,8 @@ def _generate(
 
 def _finish(part: Path, output: Path, wanted: list[Conversation]) -> None:
     """Write the chats in the order of the prompts, all or nothing, and say what came out."""
-    by_id = {record["id"]: record for record in map(json.loads, part.open(encoding="utf-8"))}
+    _, *answers = map(json.loads, part.read_bytes().splitlines())
+    by_id = {answer["id"]: answer for answer in answers}
     scratch = part.with_name(part.name + ".sorted")
     with scratch.open("w", encoding="utf-8") as file:
         for prompt in wanted:

@@ -46,8 +46,12 @@ class RowStore:
     _mask: np.ndarray
 
     @classmethod
-    def open(cls, path: str | Path) -> "RowStore":
+    def open(cls, path: str | Path, setting: str = "data.store") -> "RowStore":
         """Open a finished store.
+
+        Args:
+            path: The folder.
+            setting: Where the user gave it, for the message.
 
         Raises:
             FileNotFoundError: If there is none, or a half-written one.
@@ -55,8 +59,8 @@ class RowStore:
         path = Path(path)
         if not (path / "meta.json").is_file():
             raise FileNotFoundError(
-                f"data.store must be a folder written by `dflash-lightning prepare`; {path} holds "
-                "no finished store."
+                f"{setting} must be a folder written by `dflash-lightning prepare`; {path} holds "
+                "no finished store. Run prepare, or give another folder."
             )
         meta = json.loads((path / "meta.json").read_text())
         if meta["format"] != FORMAT:
@@ -110,7 +114,7 @@ def write_store(
     """Write a store next to its place and move it there when it is complete.
 
     Args:
-        path: The folder; must not exist.
+        path: The folder; one that is there is replaced.
         rows: Read once, one at a time.
         meta: Settings and provenance; counts and the fingerprint are added. May still change while
             rows are read.
@@ -123,6 +127,8 @@ def write_store(
     scratch.mkdir(parents=True)
     try:
         _write_rows(scratch, rows, meta, conversations)
+        if path.exists():
+            shutil.rmtree(path)
         scratch.replace(path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -120,9 +120,7 @@ def _visible(
     if kind == "sliding_attention" and spec.sliding_window is not None:
         sees_context = sees_context & (position - key < spec.sliding_window)
         sees_block = sees_block & (slot <= slot[:, None])
-    return torch.cat(
-        [sees_context.reshape(batch, -1, context), sees_block.expand(batch, -1, -1)], dim=-1
-    )
+    return torch.cat([sees_context.flatten(1, 2), sees_block.expand(batch, -1, -1)], dim=-1)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,7 +143,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis; the dtype stays."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        weight = self.weight.float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class DraftAttention(nn.Module):

@@ -5,16 +5,29 @@ prefixes.
 """
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dflash_lightning.drafter.config import DrafterSpec, read_rope
 from dflash_lightning.drafter.model import Drafter
 
 ARCHITECTURE = "DFlashDraftModel"
+# Fields that have the same name in a config.json and in a DrafterSpec.
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "vocab_size",
+)
 
 
 def export_drafter(
@@ -36,12 +49,14 @@ def export_drafter(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = drafter.fc.weight.dtype if dtype is None else getattr(torch, dtype)
+    wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
     weights = {
-        name: w.detach().to("cpu", kept).contiguous() for name, w in drafter.state_dict().items()
+        name: w.detach().to("cpu", wanted or w.dtype).contiguous()
+        for name, w in drafter.state_dict().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = public_config(drafter.spec, str(kept).removeprefix("torch."))
+    written = str(weights["fc.weight"].dtype).removeprefix("torch.")
+    config = public_config(drafter.spec, written)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "README.md").write_text(_card(drafter.spec, folder.name, target, notes))
 
@@ -54,8 +69,8 @@ def export(ckpt: Path, folder: Path, *, dtype: Literal["float32", "bfloat16"] = 
         folder: Made if needed; files of the same names are replaced.
         dtype: Dtype of the exported weights.
     """
-    if not ckpt.is_file():
-        raise FileNotFoundError(f"ckpt must be a checkpoint file of fit; {ckpt} is none.")
+    if not zipfile.is_zipfile(ckpt):
+        raise ValueError(f"ckpt must be a checkpoint file of fit; {ckpt} is none.")
     saved = torch.load(ckpt, map_location="cpu", weights_only=True)
     if "dflash" not in saved:
         raise ValueError(f"ckpt must be a checkpoint of dflash-lightning fit; {ckpt} is none.")
@@ -64,7 +79,7 @@ def export(ckpt: Path, folder: Path, *, dtype: Literal["float32", "bfloat16"] = 
     weights = {
         k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)
     }
-    drafter.load_state_dict(weights)
+    _fill(drafter, weights, f"{ckpt} does not hold the drafter that it describes")
     notes = f"Trained with dflash_lightning for {saved['global_step']} optimizer steps."
     export_drafter(drafter, folder, target=saved["dflash"]["target"], dtype=dtype, notes=notes)
 
@@ -88,18 +103,26 @@ def load_drafter(folder: str | Path, dtype: torch.dtype | None = None) -> Drafte
         )
     drafter = Drafter(read_public_config(json.loads((folder / "config.json").read_text()), folder))
     weights = load_file(folder / "model.safetensors")
+    _fill(
+        drafter,
+        weights,
+        f"{folder}/model.safetensors does not hold the tensors its config.json describes",
+    )
+    return drafter if dtype is None else drafter.to(dtype)
+
+
+def _fill(drafter: Drafter, weights: dict[str, Tensor], refusal: str) -> None:
+    """Give a drafter exactly these weights, each in its own dtype."""
     expected = {name: w.shape for name, w in drafter.state_dict().items()}
     missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     misshapen = [n for n in expected.keys() & weights.keys() if weights[n].shape != expected[n]]
     if missing or unexpected or misshapen:
         raise ValueError(
-            f"{folder}/model.safetensors does not hold the tensors its config.json describes: "
-            "missing "
-            f"{sorted(missing)}, unexpected {sorted(unexpected)}, other shape {sorted(misshapen)}."
+            f"{refusal}: missing {sorted(missing)}, unexpected {sorted(unexpected)}, other shape "
+            f"{sorted(misshapen)}."
         )
-    drafter = drafter.to(dtype or weights["fc.weight"].dtype)
-    drafter.load_state_dict(weights)
-    return drafter
+    # copies: a file that is mapped into memory may be replaced by the next export
+    drafter.load_state_dict({name: w.clone() for name, w in weights.items()}, assign=True)
 
 
 def public_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
@@ -108,6 +131,8 @@ def public_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
     rope = {"rope_theta": spec.rope_theta, **(spec.rope_scaling or {"rope_type": "default"})}
     return {
         "architectures": [ARCHITECTURE],
+        # a generic loader then asks for this class instead of making a Qwen3 of random weights
+        "auto_map": {"AutoModel": f"dflash.{ARCHITECTURE}"},
         "model_type": "qwen3",
         "block_size": spec.block_size,
         "dflash_config": {
@@ -151,36 +176,54 @@ def read_public_config(config: dict[str, Any], folder: Path) -> DrafterSpec:
             f"{folder}/config.json must name the architecture {ARCHITECTURE}, got "
             f"{config.get('architectures')}."
         )
-    own = config["dflash_config"]
-    sizes: set[int] = {c["block_size"] for c in (config, own) if "block_size" in c}
-    if len(sizes) != 1:
-        raise ValueError(f"{folder}/config.json must give one block_size, got {sorted(sizes)}.")
-    if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"{folder}/config.json must have attention_bias false and hidden_act silu."
-        )
-    theta, scaling = read_rope(config)
-    layers = config["num_hidden_layers"]
+    own = config.get("dflash_config") or {}
+    layers = _only("num_hidden_layers", folder, config)
     kinds = tuple(config.get("layer_types") or ["full_attention"] * layers)
+    _refuse_other_model(config, own, kinds, folder)
+    theta, scaling = read_rope(config)
     return DrafterSpec(
         num_layers=layers,
-        block_size=sizes.pop(),
-        target_layer_ids=tuple(own["target_layer_ids"]),
-        mask_token_id=own["mask_token_id"],
+        block_size=_only("block_size", folder, config, own),
+        target_layer_ids=tuple(_only("target_layer_ids", folder, config, own)),
+        mask_token_id=_only("mask_token_id", folder, config, own),
         layer_types=kinds,
         sliding_window=config.get("sliding_window") if "sliding_attention" in kinds else None,
-        num_target_layers=config["num_target_layers"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_attention_heads=config["num_attention_heads"],
-        num_key_value_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        rms_norm_eps=config["rms_norm_eps"],
+        num_target_layers=_only("num_target_layers", folder, config, own),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=config["max_position_embeddings"],
-        vocab_size=config["vocab_size"],
+        **{name: _only(name, folder, config) for name in SIZES},
     )
+
+
+def _only(name: str, folder: Path, *places: dict[str, Any]) -> Any:
+    """The one value under a name that may stand in several places."""
+    values = [place[name] for place in places if name in place]
+    if not values or any(value != values[0] for value in values):
+        raise ValueError(f"{folder}/config.json must give one {name}, got {values}.")
+    return values[0]
+
+
+def _refuse_other_model(
+    config: dict[str, Any], own: dict[str, Any], kinds: tuple[str, ...], folder: Path
+) -> None:
+    """Refuse what would load without a word and then compute something else."""
+    rope = (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
+    causal = own.get("causal", config.get("is_causal"))
+    window = config.get("use_sliding_window") or own.get("use_swa")
+    wrong = {
+        "attention_bias must be false": bool(config.get("attention_bias")),
+        "hidden_act must be silu": config.get("hidden_act", "silu") != "silu",
+        "partial_rotary_factor must be 1": any(
+            place.get("partial_rotary_factor") not in (None, 1) for place in rope
+        ),
+        "is_causal or causal must not contradict layer_types (sliding layers are causal, full "
+        "ones are not)": causal is not None
+        and any(causal != (kind == "sliding_attention") for kind in kinds),
+        "layer_types must say which layers slide": bool(window) and not config.get("layer_types"),
+    }
+    for rule, broken in wrong.items():
+        if broken:
+            raise ValueError(f"{folder}/config.json describes another model: {rule}.")
 
 
 def _card(spec: DrafterSpec, name: str, target: str, notes: str) -> str:

@@ -1,7 +1,7 @@
 """What a drafter is: a user's dials, and the description that follows from a target."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import PretrainedConfig
 
@@ -9,7 +9,17 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 # Reserved ids that the published drafters of these vocabularies use and that no text contains.
 KNOWN_MASK_IDS = {151_936: 151_669, 248_320: 248_070}
-ROPE_TYPES = ("default", "linear", "llama3")
+# Rotary scalings that are implemented, with the fields that each needs.
+ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +58,13 @@ class DrafterConfig:
         for name, least in (("num_layers", 1), ("block_size", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
-            raise ValueError(
-                f"layer_types must name one type per layer ({self.num_layers}), got "
-                f"{len(self.layer_types)}."
-            )
-        sliding = self.layer_types is not None and "sliding_attention" in self.layer_types
-        if sliding != (self.sliding_window is not None):
-            raise ValueError(
-                "sliding_window and a sliding_attention entry in layer_types go together, got "
-                f"sliding_window={self.sliding_window} and layer_types={self.layer_types}."
-            )
+        _check_layers(self.num_layers, self._layer_types, self.sliding_window)
+
+    @property
+    def _layer_types(self) -> tuple[LayerType, ...]:
+        if self.layer_types is not None:
+            return tuple(self.layer_types)
+        return ("full_attention",) * self.num_layers
 
     def for_target(self, target: PretrainedConfig) -> "DrafterSpec":
         """Complete the dials with the target's sizes.
@@ -72,10 +78,11 @@ class DrafterConfig:
         return DrafterSpec(
             num_layers=self.num_layers,
             block_size=self.block_size,
-            target_layer_ids=self.target_layer_ids
-            or default_layer_ids(self.num_layers, sizes["num_hidden_layers"]),
+            target_layer_ids=default_layer_ids(self.num_layers, sizes["num_hidden_layers"])
+            if self.target_layer_ids is None
+            else tuple(self.target_layer_ids),
             mask_token_id=_mask_token_id(self.mask_token_id, target),
-            layer_types=self.layer_types or ("full_attention",) * self.num_layers,
+            layer_types=self._layer_types,
             sliding_window=self.sliding_window,
             num_target_layers=sizes["num_hidden_layers"],
             hidden_size=sizes["hidden_size"],
@@ -116,11 +123,12 @@ class DrafterSpec:
     vocab_size: int
 
     def __post_init__(self) -> None:
+        _check_layers(self.num_layers, self.layer_types, self.sliding_window)
         ids, last = self.target_layer_ids, self.num_target_layers - 1
-        if len(set(ids)) != len(ids) or not all(0 <= i <= last for i in ids):
+        if not ids or len(set(ids)) != len(ids) or not all(0 <= i <= last for i in ids):
             raise ValueError(
-                f"target_layer_ids must be distinct and within 0..{last} (the target has "
-                f"{self.num_target_layers} layers), got {list(ids)}."
+                f"target_layer_ids must be distinct, at least one, and within 0..{last} (the "
+                f"target has {self.num_target_layers} layers), got {list(ids)}."
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -144,6 +152,27 @@ class DrafterSpec:
         lists = ("target_layer_ids", "layer_types")
         fields: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in values.items()}
         return cls(**fields)
+
+
+def _check_layers(
+    num_layers: int, layer_types: tuple[LayerType, ...], sliding_window: int | None
+) -> None:
+    """Refuse layer types that are unknown, miscounted, or at odds with the window."""
+    if len(layer_types) != num_layers:
+        raise ValueError(
+            f"layer_types must name one type per layer ({num_layers}), got {len(layer_types)}."
+        )
+    if not set(layer_types) <= set(get_args(LayerType)):
+        raise ValueError(
+            f"layer_types must be of {', '.join(get_args(LayerType))}, got {list(layer_types)}."
+        )
+    if ("sliding_attention" in layer_types) != (sliding_window is not None):
+        raise ValueError(
+            "sliding_window and a sliding_attention entry in layer_types go together, got "
+            f"sliding_window={sliding_window} and layer_types={list(layer_types)}."
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}.")
 
 
 def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
@@ -171,22 +200,35 @@ def read_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     Raises:
         ValueError: If the two contradict each other or a type is not implemented.
     """
-    nested = dict(config.get("rope_parameters") or {})
-    flat_theta, flat_scaling = config.get("rope_theta"), config.get("rope_scaling")
-    theta = nested.pop("rope_theta", None)
-    if theta is not None and flat_theta is not None and theta != flat_theta:
-        raise ValueError(
-            f"rope_theta ({flat_theta}) contradicts rope_parameters.rope_theta ({theta})."
-        )
-    theta = theta if theta is not None else flat_theta
-    if theta is None:
+    nested, flat = (dict(config.get(name) or {}) for name in ("rope_parameters", "rope_scaling"))
+    bases = {
+        "rope_theta": config.get("rope_theta"),
+        "rope_parameters.rope_theta": nested.pop("rope_theta", None),
+        "rope_scaling.rope_theta": flat.pop("rope_theta", None),
+    }
+    given = {name: base for name, base in bases.items() if base is not None}
+    if not given:
         raise ValueError("the configuration must give rope_theta or rope_parameters.rope_theta.")
-    scaling = nested or dict(flat_scaling or {})
-    scaling.pop("partial_rotary_factor", None)  # a drafter rotates its whole head and says so
-    kind = scaling.setdefault("rope_type", scaling.pop("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r}.")
-    return float(theta), None if kind == "default" else scaling
+    if len(set(given.values())) > 1:
+        contradiction = ", ".join(f"{name} = {base}" for name, base in given.items())
+        raise ValueError(f"rope_theta must have one value, got {contradiction}.")
+    scaling, flat_scaling = _rope_scaling(nested), _rope_scaling(flat)
+    if nested and flat and scaling != flat_scaling:
+        raise ValueError(f"rope_scaling ({flat_scaling}) contradicts rope_parameters ({scaling}).")
+    return float(next(iter(given.values()))), scaling if nested else flat_scaling
+
+
+def _rope_scaling(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Scaling under its new name; None where there is none."""
+    # a drafter rotates its whole head and says so
+    scaling = {k: v for k, v in fields.items() if k not in ("type", "partial_rotary_factor")}
+    kind = scaling.setdefault("rope_type", fields.get("type", "default"))
+    if kind not in ROPE_FIELDS:
+        raise ValueError(f"rope_type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}.")
+    missing = [name for name in ROPE_FIELDS[kind] if name not in scaling]
+    if missing:
+        raise ValueError(f"rope_type {kind} needs {', '.join(missing)}, got {sorted(scaling)}.")
+    return None if kind == "default" else scaling
 
 
 def _mask_token_id(given: int | None, target: PretrainedConfig) -> int:

@@ -1,6 +1,6 @@
 """The drafter: predicts all tokens of a block at once (DFlash, arXiv 2602.06036)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -99,6 +99,13 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(spec, kind) for kind in spec.layer_types)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.register_buffer("inverse_frequencies", inverse_frequencies(spec), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
+        """Move or cast. The frequencies stay float32: a rounded one misplaces distant tokens."""
+        super()._apply(fn, recurse)
+        device = self.inverse_frequencies.device
+        self.inverse_frequencies = inverse_frequencies(self.spec).to(device)
+        return self
 
     @property
     def draft_layers(self) -> list[DraftLayer]:

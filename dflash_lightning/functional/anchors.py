@@ -35,8 +35,11 @@ def draw_anchors(
         Sorted positions, int64 ``[min(valid, limit, ceil(rate * supervised))]``.
 
     >>> import numpy as np
-    >>> draw_anchors(np.array([False] + [True] * 8), rate=0.25, limit=512, key=(0, 0, 7)).tolist()
-    [5, 7]
+    >>> answer = np.array([False, True, True, True, True])
+    >>> draw_anchors(answer, rate=1.0, limit=512, key=(0, 0, 7)).tolist()
+    [1, 2, 3]
+    >>> len(draw_anchors(answer, rate=0.25, limit=512, key=(0, 0, 7)))
+    1
     """
     valid = valid_anchors(loss_mask)
     count = min(len(valid), limit, math.ceil(rate * int(loss_mask.sum())))

@@ -119,17 +119,15 @@ def _chunk(
     """Cross-entropy, correctness and weighted gradient of a few slots, in place in the buffers."""
     size = (len(labels), head.shape[0])
     raw = torch.mm(hidden, head.T, out=buffers.buffer(*size, hidden, head.dtype))
-    logits = (
-        raw
-        if head.dtype == torch.float32
-        else buffers.buffer(*size, hidden, torch.float32).copy_(raw)
-    )
+    narrow = head.dtype != torch.float32
+    logits = buffers.buffer(*size, hidden, torch.float32).copy_(raw) if narrow else raw
     label = labels[:, None]
-    top, best = logits.max(dim=1)
-    of_label = logits.gather(1, label)[:, 0]
-    total = logits.sub_(top[:, None]).exp_().sum(dim=1)
-    cross_entropy = total.log() + top - of_label
-    # d(w CE)/d logits = w (softmax - onehot); the weights go in before anything is rounded
-    logits.mul_((weights / total)[:, None]).scatter_add_(1, label, -weights[:, None])
-    slope = logits if head.dtype == torch.float32 else raw.copy_(logits)
-    return cross_entropy, best == labels, torch.mm(slope, head)
+    best = logits.argmax(dim=1, keepdim=True)
+    top, of_label = logits.gather(1, best), logits.gather(1, label)
+    probs = torch.softmax(logits, dim=1, out=logits)
+    # the most likely token has at least probability 1 / V: its logarithm is safe
+    cross_entropy = top - probs.gather(1, best).log() - of_label
+    slope = probs.scatter_add_(1, label, torch.full_like(of_label, -1.0))
+    gradient = torch.mm(raw.copy_(slope) if narrow else slope, head)
+    # weights in float32, after the product: a factor must not be rounded to bf16
+    return cross_entropy[:, 0], best[:, 0] == labels, gradient.float() * weights[:, None]
