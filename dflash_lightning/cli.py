@@ -1,14 +1,16 @@
 """DFlashCLI: ``fit`` and ``validate`` from YAML, with what two parts share said once."""
 
 import difflib
+import logging
 import re
+import warnings
 import zipfile
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 
@@ -106,8 +108,9 @@ class DFlashCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Give every trainer callbacks of its own, without the bar where it is switched off."""
-        callbacks = [ValidateAtStart(), RunReport()]
-        if self._get(self.config_init, "trainer")["enable_progress_bar"] is not False:
+        callbacks: list[Callback] = [ValidateAtStart(), RunReport()]
+        config: Any = self.config_init
+        if self._get(config, "trainer")["enable_progress_bar"] is not False:
             callbacks.append(TokenProgressBar())
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         try:
@@ -118,6 +121,7 @@ class DFlashCLI(LightningCLI):
 
 TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
     "use_distributed_sampler": False,
     "gradient_clip_val": 1.0,
     "logger": {
@@ -134,6 +138,9 @@ def build_cli(args: list[str] | None = None, *, run: bool = True) -> DFlashCLI:
         args: Command line without the program's name; None takes ``sys.argv``.
         run: False only builds model, data and trainer: for tests and notebooks.
     """
+    # Lightning's advertisements and a deprecation inside its own code are not the user's business.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="`isinstance\\(treespec, LeafSpec\\)` is deprecated")
     return DFlashCLI(
         DFlashModule,
         DFlashDataModule,

@@ -5,9 +5,11 @@ cannot see it (promise 9). Nothing is loaded before :meth:`HFTarget.load`.
 """
 
 import copy
+import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +52,6 @@ class HFTarget:
         self._config: PretrainedConfig | None = None
         self._model: Any = None
         self._truncated: tuple[int, nn.Module] | None = None
-        self._fingerprint: str | None = None
 
     def prepare(self) -> str:
         """Make sure that the files are on disk, and return where: call it on one process first."""
@@ -73,12 +74,7 @@ class HFTarget:
                     )
         return self._config
 
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers of the target."""
-        return int(self.config.num_hidden_layers)
-
-    @property
+    @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's tokenizer."""
         return load_tokenizer(self.path)
@@ -169,9 +165,9 @@ class HFTarget:
             Features in the target's dtype, ``[B, T, len(layer_ids) * D]``.
         """
         device_type = input_ids.device.type
-        with _Tap(self.layers, layer_ids) as tap, torch.autocast(device_type, enabled=False):
+        with _outputs(self.layers, layer_ids) as kept, torch.autocast(device_type, enabled=False):
             self._up_to(max(layer_ids))(input_ids=input_ids, use_cache=False)
-        return tap.features()
+        return torch.cat([kept[i] for i in layer_ids], dim=-1)
 
     @torch.no_grad()
     def verify(
@@ -187,9 +183,10 @@ class HFTarget:
         Returns:
             Logits ``[1, T, V]`` and context features ``[1, T, len(layer_ids) * D]``.
         """
-        with _Tap(self.layers, layer_ids) as tap:
+        with _outputs(self.layers, layer_ids) as kept:
             logits = self.model(input_ids=input_ids, cache=cache, use_cache=True).logits
-        return logits, tap.features() if layer_ids else logits.new_empty(1, input_ids.shape[1], 0)
+        empty = logits.new_empty(*logits.shape[:2], 0)
+        return logits, torch.cat([empty, *(kept[i] for i in layer_ids)], dim=-1)
 
     def _up_to(self, last: int) -> nn.Module:
         """The text model cut after layer ``last``; it shares every weight with the whole one."""
@@ -201,17 +198,15 @@ class HFTarget:
             self._truncated = (last, cut)
         return self._truncated[1]
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the configuration and of a sample of every tensor, the same for any dtype."""
-        if self._fingerprint is None:
-            digest = hashlib.sha256(_stable_config(self.config).encode())
-            for name, weight in sorted(self.model.state_dict().items()):
-                flat = weight.flatten()
-                sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).float().cpu()
-                digest.update(name.encode() + sample.numpy().tobytes())
-            self._fingerprint = digest.hexdigest()[:16]
-        return self._fingerprint
+        digest = hashlib.sha256(_stable_config(self.config).encode())
+        for name, weight in sorted(self.model.state_dict().items()):
+            flat = weight.flatten()
+            sample = flat[:: max(1, flat.numel() // 16)][:16].to(torch.bfloat16).float().cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 class RandomTarget(HFTarget):
@@ -259,29 +254,20 @@ class RandomTarget(HFTarget):
             return AutoModelForCausalLM.from_config(self.config, dtype=dtype).to(device)
 
 
-class _Tap:
-    """Collects the outputs of some layers while it is open."""
+@contextmanager
+def _outputs(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs of some layers, by layer id, while this is open."""
+    kept: dict[int, Tensor] = {}
 
-    def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
-        self.layers, self.layer_ids = layers, layer_ids
-        self.outputs: dict[int, Tensor] = {}
+    def keep(layer_id: int, _module: nn.Module, _args: tuple, output: Tensor | tuple) -> None:
+        kept[layer_id] = output[0] if isinstance(output, tuple) else output
 
-    def __enter__(self) -> "_Tap":
-        self.handles = [self.layers[i].register_forward_hook(self._keep(i)) for i in self.layer_ids]
-        return self
-
-    def _keep(self, layer_id: int):  # noqa: ANN202 - a hook
-        def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> None:
-            self.outputs[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
+    handles = [layers[i].register_forward_hook(functools.partial(keep, i)) for i in layer_ids]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
             handle.remove()
-
-    def features(self) -> Tensor:
-        return torch.cat([self.outputs[i] for i in self.layer_ids], dim=-1)
 
 
 def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:

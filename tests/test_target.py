@@ -239,7 +239,7 @@ def test_nothing_is_read_before_it_is_needed(target_folder) -> None:
     with pytest.raises(ValueError, match=r"target path must be a folder or hub model .*'/nowhere/"):
         _ = target.config
     there = HFTarget(str(target_folder))
-    assert there.num_layers == 4
+    assert there.config.num_hidden_layers == 4
     assert not there.is_loaded
 
 

@@ -148,7 +148,7 @@ def test_config_values_describe_the_drafter(tmp_path: Path):
         "num_key_value_heads": 2,
         "head_dim": 8,
         "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": 1e-3,
         "layer_types": [SLIDING] * 4 + [FULL],
         "sliding_window": 2048,
         "use_sliding_window": True,
@@ -327,6 +327,13 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path):
         "missing ['layers.0.mlp.up_proj.weight'], unexpected ['layers.0.mlp.w3.weight'], "
         "other shape ['fc.weight']."
     ):
+        load_drafter(tmp_path)
+
+
+def test_a_tensor_of_another_shape_alone_is_refused(tmp_path: Path):
+    exported(tmp_path)
+    edit_weights(tmp_path, layers__1__self_attn__q_norm__weight=torch.ones(16))
+    with refused("missing [], unexpected [], other shape ['layers.1.self_attn.q_norm.weight']."):
         load_drafter(tmp_path)
 
 

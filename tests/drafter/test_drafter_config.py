@@ -292,6 +292,12 @@ def test_the_old_name_of_the_type_is_read():
     assert read_rope(linear) == (1e4, {"rope_type": "linear", "factor": 2.0})
 
 
+def test_a_scaled_rope_does_not_pass_on_a_partial_rotation_that_is_not_applied():
+    # EX-02: the field, copied into the drafter's file, would make servers rotate a quarter
+    fields = {"rope_theta": 1e4, "type": "linear", "factor": 2.0, "partial_rotary_factor": 0.25}
+    assert read_rope({"rope_parameters": fields}) == (1e4, {"rope_type": "linear", "factor": 2.0})
+
+
 def test_reading_leaves_the_configuration_as_it_was():
     config = {"rope_parameters": {"rope_theta": 1e4, "type": "linear", "factor": 2.0}}
     before = json.dumps(config)

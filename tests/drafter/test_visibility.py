@@ -39,15 +39,14 @@ def cases(draw):
         )
     ]
     slots = max(map(len, rows)) + draw(st.integers(0, 3))
-    return spec, width, *pad(rows, slots), draw(st.integers(1, 5))
+    place = draw(st.sampled_from([0, width - 1]))
+    return spec, width, *pad(rows, slots, place), draw(st.integers(1, 5))
 
 
-def pad(rows: list[list[int]], slots: int) -> tuple[Tensor, Tensor]:
-    """Anchors and their validity; empty slots stand at 0, as the collate function leaves them."""
-    anchors, valid = torch.zeros(2, len(rows), slots, dtype=torch.int64)
-    for b, row in enumerate(rows):
-        anchors[b, : len(row)], valid[b, : len(row)] = torch.tensor(row, dtype=torch.int64), 1
-    return anchors, valid.bool()
+def pad(rows: list[list[int]], slots: int, place: int = 0) -> tuple[Tensor, Tensor]:
+    """Anchors and their validity; empty slots stand at 0 in a batch, and may stand anywhere."""
+    anchors = torch.tensor([row + [place] * (slots - len(row)) for row in rows])
+    return anchors.long(), torch.arange(slots) < torch.tensor([[len(row)] for row in rows])
 
 
 def unfold(chunks: list[Chunk], kind: str, batch: int, width: int, slots: int) -> Tensor:
