@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from dflash_lightning.callbacks import RunReport, TokenProgressBar, ValidateAtStart, run_folder
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.target import compute_dtype
 
 
 class HelpfulParser(LightningArgumentParser):
@@ -57,11 +59,11 @@ class SaveRunConfig(SaveConfigCallback):
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(
-            self.config, folder / "config.yaml", skip_none=False, overwrite=True, multifile=False
+            self.config, folder / "config.yaml", skip_unset=False, overwrite=True, multifile=False
         )
         for logger in trainer.loggers:
             if not isinstance(logger, CSVLogger):
-                logger.log_hyperparams({"config": self.parser.dump(self.config, skip_none=False)})
+                logger.log_hyperparams({"config": self.parser.dump(self.config, skip_unset=False)})
 
 
 class DFlashCLI(LightningCLI):
@@ -131,6 +133,12 @@ TRAINER_DEFAULTS = {
 }
 
 
+def default_precision() -> str:
+    """``bf16-mixed`` where the hardware computes in bfloat16, else ``32-true``."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return "bf16-mixed" if compute_dtype("auto", device) == torch.bfloat16 else "32-true"
+
+
 def build_cli(args: list[str] | None = None, *, run: bool = True) -> DFlashCLI:
     """Parse and, unless ``run`` is False, carry out a command.
 
@@ -146,7 +154,7 @@ def build_cli(args: list[str] | None = None, *, run: bool = True) -> DFlashCLI:
         DFlashDataModule,
         args=args,
         run=run,
-        trainer_defaults=TRAINER_DEFAULTS,
+        trainer_defaults={**TRAINER_DEFAULTS, "precision": default_precision()},
         seed_everything_default=0,
         save_config_callback=SaveRunConfig,
         auto_configure_optimizers=False,

@@ -121,7 +121,7 @@ def _fill(drafter: Drafter, weights: dict[str, Tensor], refusal: str) -> None:
             f"{refusal}: missing {sorted(missing)}, unexpected {sorted(unexpected)}, other shape "
             f"{sorted(misshapen)}."
         )
-    # copies: a file that is mapped into memory may be replaced by the next export
+    # copies: the file is mapped into memory and may be overwritten
     drafter.load_state_dict({name: w.clone() for name, w in weights.items()}, assign=True)
 
 

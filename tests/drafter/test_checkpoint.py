@@ -253,6 +253,15 @@ def test_a_drafter_can_be_written_over_the_file_it_was_read_from(tmp_path: Path)
     assert same_bits(load_file(tmp_path / "model.safetensors"), expected)
 
 
+def test_a_loaded_drafter_does_not_depend_on_its_file_any_more(tmp_path: Path):
+    # a file that is mapped into memory changes the weights when it is overwritten in place
+    written = exported(tmp_path)
+    loaded = load_drafter(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    assert same_bits(loaded.state_dict(), written.state_dict())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loaded_drafter_computes_what_the_written_one_does_and_can_be_trained(
     tmp_path: Path, dtype: torch.dtype

@@ -25,6 +25,7 @@ def recipe(store: RowStore, target: Path, folder: Path, **trainer: object) -> Pa
         "trainer": {
             "max_epochs": 2,
             "accelerator": "cpu",
+            "precision": "32-true",
             "log_every_n_steps": 1,
             "logger": {
                 "class_path": "lightning.pytorch.loggers.CSVLogger",
