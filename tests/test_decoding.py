@@ -1,4 +1,4 @@
-"""Speculative decoding is lossless, whatever the drafter says, and its numbers are what they say."""
+"""Speculative decoding is lossless whatever the drafter says; its numbers are what they say."""
 
 import json
 from collections import Counter
