@@ -76,6 +76,13 @@ class DFlashModule(L.LightningModule):
                 "lr must be positive, warmup_ratio in [0, 1) and warmup_steps not negative, "
                 f"got {lr}, {warmup_ratio} and {warmup_steps}."
             )
+        if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or weight_decay < 0:
+            raise ValueError(
+                "loss_decay_gamma must be positive and weight_decay not negative, "
+                f"got {loss_decay_gamma} and {weight_decay}."
+            )
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be at least 0 and below 1, got {betas}.")
         self.target = target
         self.drafter = Drafter(drafter.for_target(target.config))
         self.init = init
@@ -120,6 +127,11 @@ class DFlashModule(L.LightningModule):
                 "Use it with validate, or export its drafter."
             )
         self._fresh = False
+        if "dflash" not in checkpoint:
+            raise ValueError(
+                "ckpt_path must be a checkpoint that dflash-lightning fit wrote; this one was "
+                "written by something else. Give one of a run folder's checkpoints."
+            )
         found = checkpoint["dflash"]
         if self.target.is_loaded and found["target_fingerprint"] != self.target.fingerprint:
             raise ValueError(

@@ -200,7 +200,7 @@ class HFTarget:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the configuration and of a sample of every tensor, the same for any dtype."""
+        """Hash of the configuration and a sample of every tensor, equal in float32 and bfloat16."""
         digest = hashlib.sha256(_stable_config(self.config).encode())
         for name, weight in sorted(self.model.state_dict().items()):
             flat = weight.flatten()

@@ -55,6 +55,8 @@ class FeatureCache:
     def build(self, rank: int, world_size: int, barrier: Callable[[], object]) -> None:
         """Compute the features unless they are there: each rank a share, meeting at ``barrier``."""
         complete = self._complete()
+        if not complete:
+            self._check_disk()  # on every rank: one that refuses alone leaves the others waiting
         barrier()
         if complete:
             return
@@ -113,20 +115,22 @@ class FeatureCache:
             )
         return True
 
-    def _reserve(self) -> None:
-        """Say the size, check the disk, and make the empty file."""
+    def _check_disk(self) -> None:
         size = self.num_bytes
-        sys.stderr.write(f"features: {size / 1e6:,.0f} MB of bfloat16 in {self.folder}\n")
         free = shutil.disk_usage(self.store.path).free
         if size > 0.95 * free:
             raise ValueError(
                 f"data.cache_features needs {size / 1e9:.1f} GB in {self.store.path}, where "
-                f"{free / 1e9:.1f} GB "
-                "are free. Set it to false, or move the store."
+                f"{free / 1e9:.1f} GB are free. Set it to false, or move the store."
             )
+
+    def _reserve(self) -> None:
+        """Say the size and make the empty file."""
+        megabytes = self.num_bytes / 1e6
+        sys.stderr.write(f"features: {megabytes:,.0f} MB of bfloat16 in {self.folder}\n")
         self.folder.mkdir(exist_ok=True)
         with (self.folder / "features.bin").open("wb") as file:
-            file.truncate(size)
+            file.truncate(self.num_bytes)
 
     def _open(self, mode: Literal["r", "r+"]) -> np.memmap:
         shape = (int(self.store.offsets[-1]), self.width)

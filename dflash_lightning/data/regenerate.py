@@ -202,15 +202,15 @@ def _generate(
     mask = torch.tensor(
         [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
     )
-    sampling = (
-        {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    )
+    # Every knob that a generation config may have turned is set: the answers are the target's own.
+    sampling = {"do_sample": temperature > 0, "repetition_penalty": 1.0, "num_beams": 1}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     out = model.generate(
         ids,
         attention_mask=mask,
         max_new_tokens=limit,
         pad_token_id=pad,
-        top_k=0 if temperature else None,
         **sampling,
     )
     return out[:, width:].tolist()

@@ -291,3 +291,27 @@ def test_epochs_of_different_length_lose_neither_rows_nor_validations(
     for rows in epochs.rows:
         assert sorted(rows) == data.train_rows.tolist()
     assert epochs.validated == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("lr", 0.0), ("warmup_ratio", 1.0), ("loss_decay_gamma", 0.0), ("betas", (0.9, 1.0))],
+)
+def test_settings_outside_their_range_are_refused(
+    target_folder: Path, setting: str, value: object
+) -> None:
+    dials = DrafterConfig(**{**DIALS, "target_layer_ids": (0, 2)})
+    with pytest.raises(ValueError, match=rf"{setting} (must|in|and)"):
+        DFlashModule(HFTarget(str(target_folder)), dials, **{setting: value})
+
+
+def test_a_checkpoint_of_something_else_is_refused(
+    store: RowStore, target_folder: Path, tmp_path: Path
+) -> None:
+    module = make_module(target_folder)
+    state = {f"drafter.{name}": weight for name, weight in module.drafter.state_dict().items()}
+    other = {"state_dict": state, "pytorch-lightning_version": L.__version__, "epoch": 0}
+    torch.save({**other, "global_step": 0, "loops": {}}, tmp_path / "other.ckpt")
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="a checkpoint that dflash-lightning fit wrote"):
+        trainer.validate(module, make_data(store), ckpt_path=tmp_path / "other.ckpt", verbose=False)
