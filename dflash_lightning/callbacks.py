@@ -14,15 +14,36 @@ from dflash_lightning.drafter.checkpoint import export, export_drafter
 from dflash_lightning.module import DFlashModule
 
 
-class ValidateAtStart(Callback):
-    """Validates before the first step and logs it; Lightning's sanity check logs nothing."""
+class ValidateAtBothEnds(Callback):
+    """Validates before the first step, and after the last where ``max_steps`` ends an epoch early.
+
+    Lightning's sanity check logs nothing, and a run cut by ``max_steps`` would end without a
+    number for the drafter that it leaves.
+    """
+
+    def __init__(self) -> None:
+        self.validated_step = -1
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember when the last validation was."""
+        self.validated_step = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validate at the last step unless that was done; before the checkpoint is ranked."""
+        last = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        if last and trainer.enable_validation and self.validated_step != trainer.global_step:
+            self._validate(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the whole validation at step 0."""
         if trainer.global_step == 0 and trainer.enable_validation:
-            trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.run()
-            trainer.training = True
+            self._validate(trainer)
+
+    @staticmethod
+    def _validate(trainer: L.Trainer) -> None:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
 
 
 class TokenProgressBar(ProgressBar):
@@ -49,9 +70,8 @@ class TokenProgressBar(ProgressBar):
         """Open the bar over all tokens that the run will see."""
         module, data = parts(trainer)
         self.total_steps = module.total_steps()
-        epochs = trainer.max_epochs or 1
-        planned = data.num_steps(epochs) if epochs > 0 else self.total_steps
-        tokens = data.tokens_per_epoch * max(epochs, 1)
+        epochs = max(trainer.max_epochs or 1, 1)  # -1 where max_steps alone ends the run
+        planned, tokens = data.num_steps(epochs), data.tokens_per_epoch * epochs
         self.bar = tqdm(
             total=tokens * self.total_steps // planned,
             unit="tok",

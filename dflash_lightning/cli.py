@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 
-from dflash_lightning.callbacks import RunReport, TokenProgressBar, ValidateAtStart, run_folder
+from dflash_lightning.callbacks import RunReport, TokenProgressBar, ValidateAtBothEnds, run_folder
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import compute_dtype
@@ -101,16 +101,29 @@ class DFlashCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and refuse what is no checkpoint before anything tries to read it."""
         super().parse_arguments(parser, args)
-        path = self.config.get(f"{self.config.get('subcommand')}.ckpt_path")
+        command = self.config.get("subcommand")
+        path = self.config.get(f"{command}.ckpt_path")
+        if command == "validate" and path is None:
+            raise ValueError(
+                "ckpt_path must be given to validate: without it a drafter has random weights. "
+                "Give one of the files in a run folder's checkpoints."
+            )
         if path is not None and not zipfile.is_zipfile(path):
             raise ValueError(
                 f"ckpt_path must be a checkpoint file that fit wrote; {path} is none. Give one of "
                 "the files in a run folder's checkpoints."
             )
 
+    def before_instantiate_classes(self) -> None:
+        """Settle what depends on the hardware, so that the saved configuration says it."""
+        config: Any = self.config
+        trainer = self._get(config, "trainer")
+        if trainer["precision"] is None:
+            trainer["precision"] = default_precision(str(trainer["accelerator"]))
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Give every trainer callbacks of its own, without the bar where it is switched off."""
-        callbacks: list[Callback] = [ValidateAtStart(), RunReport()]
+        callbacks: list[Callback] = [ValidateAtBothEnds(), RunReport()]
         config: Any = self.config_init
         if self._get(config, "trainer")["enable_progress_bar"] is not False:
             callbacks.append(TokenProgressBar())
@@ -133,9 +146,10 @@ TRAINER_DEFAULTS = {
 }
 
 
-def default_precision() -> str:
-    """``bf16-mixed`` where the hardware computes in bfloat16, else ``32-true``."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def default_precision(accelerator: str) -> str:
+    """``bf16-mixed`` where the accelerator computes in bfloat16, else ``32-true``."""
+    cuda = accelerator != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     return "bf16-mixed" if compute_dtype("auto", device) == torch.bfloat16 else "32-true"
 
 
@@ -154,7 +168,7 @@ def build_cli(args: list[str] | None = None, *, run: bool = True) -> DFlashCLI:
         DFlashDataModule,
         args=args,
         run=run,
-        trainer_defaults={**TRAINER_DEFAULTS, "precision": default_precision()},
+        trainer_defaults=TRAINER_DEFAULTS,
         seed_everything_default=0,
         save_config_callback=SaveRunConfig,
         auto_configure_optimizers=False,

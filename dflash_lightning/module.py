@@ -133,6 +133,14 @@ class DFlashModule(L.LightningModule):
                 "written by something else. Give one of a run folder's checkpoints."
             )
         found = checkpoint["dflash"]
+        spec = self.drafter.spec.to_dict()
+        differing = {k: (v, spec[k]) for k, v in found["spec"].items() if v != spec[k]}
+        if differing:
+            raise ValueError(
+                "the checkpoint's drafter differs from model.drafter in "
+                + ", ".join(f"{k} ({a} there, {b} here)" for k, (a, b) in differing.items())
+                + ". Give the settings in the run folder's config.yaml."
+            )
         if self.target.is_loaded and found["target_fingerprint"] != self.target.fingerprint:
             raise ValueError(
                 f"the checkpoint was trained for target {found['target']} (fingerprint "
@@ -206,9 +214,14 @@ class DFlashModule(L.LightningModule):
         self,
         optimizer: torch.optim.Optimizer,  # noqa: ARG002
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,  # noqa: ARG002
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by global norm; a gradient that is not finite skips the update on all ranks."""
+        if gradient_clip_algorithm not in (None, "norm"):
+            raise ValueError(
+                "trainer.gradient_clip_algorithm must be norm, got "
+                f"{gradient_clip_algorithm}. Remove the setting."
+            )
         norm = torch.nn.utils.clip_grad_norm_(
             self.drafter.parameters(), gradient_clip_val or math.inf
         )

@@ -2,7 +2,7 @@
 
 import signal
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import lightning as L
 import numpy as np
@@ -100,6 +100,7 @@ class DFlashDataModule(L.LightningDataModule):
             conversation = self.train_store.column("conversation")
             self.train_rows, self.val_rows = split_rows(conversation, self.val_fraction)
         if self.trainer is not None:
+            _refuse_partial_epochs(self.trainer)
             self.rank, self.world_size = self.trainer.global_rank, self.trainer.world_size
             self.accumulate = self.trainer.accumulate_grad_batches
             self.epoch = self.trainer.current_epoch
@@ -251,6 +252,19 @@ def check_store(store: RowStore, target: HFTarget, spec: DrafterSpec) -> None:
             f"mask_token_id must never occur in the data; {spec.mask_token_id} occurs in "
             f"{store.path}. Take a reserved token of the target."
         )
+
+
+def _refuse_partial_epochs(trainer: Any) -> None:
+    """Plan, schedule and time left are made for whole epochs."""
+    if trainer.fast_dev_run:
+        return
+    for name, whole in (("limit_train_batches", 1.0), ("overfit_batches", 0.0)):
+        value = getattr(trainer, name)
+        if value != whole or (isinstance(value, int) and value):
+            raise ValueError(
+                f"trainer.{name} must stay {whole}: an epoch is planned as a whole, got {value}. "
+                "For a short run set trainer.max_steps, or prepare a smaller store."
+            )
 
 
 def _tell_epoch_length(trainer: L.Trainer, num_batches: int) -> None:

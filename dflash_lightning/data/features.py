@@ -1,8 +1,8 @@
 """Context features on disk: small data runs the target once per row, not once per epoch.
 
 A folder with ``features.bin`` (bfloat16 ``[tokens, F]``, rows at the store's offsets) and
-``meta.json``, written last. Its name holds the key, so features of another target, other layers or
-other rows are never picked up.
+``meta.json``, which is written last and holds the key: features of another target, dtype, layers
+or rows are refused.
 """
 
 import json

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from dflash_lightning import Batching, DFlashDataModule, DFlashModule, DrafterConfig, HFTarget
+from dflash_lightning.callbacks import ValidateAtBothEnds
 from dflash_lightning.data.collate import BatchIndex, RowBatches
 from dflash_lightning.data.store import RowStore
 
@@ -315,3 +316,69 @@ def test_a_checkpoint_of_something_else_is_refused(
     trainer = make_trainer(tmp_path)
     with pytest.raises(ValueError, match="a checkpoint that dflash-lightning fit wrote"):
         trainer.validate(module, make_data(store), ckpt_path=tmp_path / "other.ckpt", verbose=False)
+
+
+def test_a_run_that_max_steps_cuts_short_is_validated_at_its_last_step(
+    store: RowStore, target_folder: Path, tmp_path: Path
+) -> None:
+    both, steps = ValidateAtBothEnds(), Validations()
+    trainer = make_trainer(tmp_path, max_epochs=2, max_steps=3, callbacks=[both, steps])
+    trainer.fit(make_module(target_folder), datamodule=make_data(store))
+    assert steps.seen == [0, 3]
+    assert trainer.lightning_module.drafter.training
+
+
+def test_a_whole_run_is_validated_once_at_its_last_step(
+    store: RowStore, target_folder: Path, tmp_path: Path
+) -> None:
+    both, steps = ValidateAtBothEnds(), Validations()
+    trainer = make_trainer(tmp_path, max_epochs=2, callbacks=[both, steps])
+    trainer.fit(make_module(target_folder), datamodule=make_data(store))
+    assert len(steps.seen) == len(set(steps.seen)) == 3
+
+
+class Validations(L.Callback):
+    """Remembers the step of every validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        self.seen.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("limit_train_batches", 1), ("limit_train_batches", 0.5)]
+)
+def test_parts_of_an_epoch_are_refused(
+    store: RowStore, target_folder: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    trainer = make_trainer(tmp_path, **{name: value})
+    with pytest.raises(ValueError, match=rf"trainer.{name} must stay"):
+        trainer.fit(make_module(target_folder), datamodule=make_data(store))
+
+
+def test_overfit_batches_is_refused(store: RowStore, target_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, overfit_batches=2)
+    with pytest.raises(ValueError, match=r"trainer.\w+_batches must stay"):
+        trainer.fit(make_module(target_folder), datamodule=make_data(store))
+
+
+def test_clipping_by_value_is_refused(store: RowStore, target_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, gradient_clip_algorithm="value", max_steps=1)
+    with pytest.raises(ValueError, match="gradient_clip_algorithm must be norm"):
+        trainer.fit(make_module(target_folder), datamodule=make_data(store))
+
+
+def test_a_checkpoint_of_another_drafter_is_refused_by_its_dials(
+    store: RowStore, target_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.fit(make_module(target_folder), datamodule=make_data(store))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    dials = DrafterConfig(**{**DIALS, "target_layer_ids": (1, 2), "block_size": 5})
+    other = DFlashModule(HFTarget(str(target_folder), "float32"), dials)
+    with pytest.raises(ValueError, match=r"block_size \(4 there, 5 here\)"):
+        make_trainer(tmp_path).validate(
+            other, make_data(store), ckpt_path=tmp_path / "a.ckpt", verbose=False
+        )
