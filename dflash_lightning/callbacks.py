@@ -146,8 +146,10 @@ class RunReport(Callback):
             return
         tau, loss = float(values["val/est_tau"]), float(values["val/loss"])
         if trainer.state.fn == "fit":
-            self.before = tau if self.before is None else self.before
-            self.best = max(self.best, tau)
+            if self.before is None:
+                self.before = tau
+            else:
+                self.best = max(self.best, tau)
         say(f"step {trainer.global_step}: val/loss {loss:.3f}, val/est_tau {tau:.3f}")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -163,7 +165,7 @@ class RunReport(Callback):
             module = parts(trainer)[0]
             path = module.target.path
             export_drafter(module.drafter, folder, target=path, dtype=self.export_dtype)
-        if self.before is not None:
+        if self.before is not None and self.best:
             say(f"val/est_tau {self.before:.3f} before training, {self.best:.3f} after (best)")
         say(f"run folder {folder.parent}, drafter in {folder}")
 
