@@ -13,6 +13,7 @@ _HOMES = {
     "Batching": "batching",
     "EpochPlan": "batching",
     "plan_epoch": "batching",
+    "optimal_boundaries": "batching",
     "speculative_generate": "decoding",
     "export_drafter": "drafter.checkpoint",
     "load_drafter": "drafter.checkpoint",

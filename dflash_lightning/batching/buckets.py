@@ -1,98 +1,33 @@
-"""Batching settings, and what they mean: length buckets, and where a batch ends."""
+"""Length buckets, and the boundaries that leave the least padding.
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+A batch grows row by row until one more would break a limit. How many rows a batch may hold falls as
+its longest row grows, so a batch of rows drawn at random from one bucket reaches ``n`` rows exactly
+if the longest of its first ``n`` is at most some ``reach(n)``. With ``F`` the distribution of
+widths in the bucket and ``M_n`` the longest of ``n`` rows,
+
+    P(N >= n)      = F(reach(n))^n
+    E[padded]      = sum_n n (E[M_n; M_n <= reach(n)] - E[M_n; M_n <= reach(n+1)] F(reach(n+1)))
+
+and a bucket of R rows costs ``R E[padded] / E[N]`` padded tokens in the long run (renewal theorem).
+That a row which did not fit opens the next batch, and is longer than most, is left out here and
+counted in ``predict``; it moves no boundary by more than the choice is worth.
+"""
+
+import functools
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-Order = Literal["bucketed", "sorted", "random"]
+from dflash_lightning.batching.settings import Batching, check_fit, checked_int, checked_lengths
 
-INT32_MAX = 2**31 - 1
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Batching:
-    """How rows of unequal length become batches.
-
-    Args:
-        order: ``bucketed`` shuffles rows inside length buckets, then the batches; ``sorted`` cuts
-            rows in order of length, so that only the order of its batches changes between epochs;
-            ``random`` shuffles all rows.
-        num_buckets: Length buckets to make where ``boundaries`` are not given. Data with few
-            distinct lengths get fewer.
-        boundaries: Edges of the buckets in tokens, 0 first; bucket k holds
-            ``boundaries[k] < length <= boundaries[k + 1]``. None: equal numbers of rows.
-        token_budget: Most tokens of one batch, padding included, after rounding.
-        max_rows: Most rows of one batch.
-        pad_to: Batch widths are rounded up to a multiple of this before the budget is checked.
-
-    Raises:
-        ValueError: A value is outside its range, or no row could fit a batch.
-    """
-
-    order: Order = "bucketed"
-    num_buckets: int = 6
-    boundaries: tuple[int, ...] | None = None
-    token_budget: int = 49_152
-    max_rows: int = 64
-    pad_to: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse settings that no plan could follow; numbers become plain ints."""
-        if self.order not in get_args(Order):
-            raise ValueError(
-                f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}; "
-                "use order='bucketed' if unsure."
-            )
-        for name in ("num_buckets", "token_budget", "max_rows", "pad_to"):
-            object.__setattr__(self, name, checked_int(name, getattr(self, name), at_least=1))
-        if self.pad_to > self.token_budget:
-            raise ValueError(
-                f"pad_to must not exceed token_budget, got pad_to={self.pad_to} and "
-                f"token_budget={self.token_budget}. Lower pad_to or raise token_budget."
-            )
-        if self.boundaries is not None:
-            object.__setattr__(self, "boundaries", _checked_boundaries(self.boundaries))
-
-    def padded(self, lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Lengths rounded up to a multiple of ``pad_to``.
-
-        Args:
-            lengths: Lengths in tokens, integers of any shape.
-
-        Returns:
-            Widths in tokens, int64, of the same shape.
-        """
-        return -(-lengths.astype(np.int64) // self.pad_to) * self.pad_to
+MOST_CELLS = 512
 
 
-def quantile_boundaries(lengths: npt.ArrayLike, num_buckets: int) -> tuple[int, ...]:
-    """Bucket edges that share the rows out evenly, as far as equal lengths allow.
-
-    Args:
-        lengths: Row lengths in tokens, integers ``[rows]``, each at least 1.
-        num_buckets: Buckets to aim for; data with few distinct lengths get fewer.
-
-    Returns:
-        Edges in tokens, strictly rising, 0 first and the longest row last; no bucket is empty.
-
-    Raises:
-        ValueError: Lengths are no flat list of positive integers, or num_buckets is below 1.
-
-    >>> quantile_boundaries([3, 5, 5, 9], 2)
-    (0, 5, 9)
-    >>> quantile_boundaries([7, 7, 7], 6)
-    (0, 7)
-    """
-    rising = np.sort(checked_lengths(lengths))
-    num_buckets = min(checked_int("num_buckets", num_buckets, at_least=1), rising.size)
-    shares = np.arange(1, num_buckets + 1)
-    ends = -(-shares * rising.size // num_buckets)
-    return (0, *np.unique(rising[ends - 1]).tolist())
-
-
-def bucket_of(lengths: npt.ArrayLike, boundaries: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def bucket_of(lengths: npt.ArrayLike, boundaries: tuple[int, ...]) -> Ints:
     """Bucket of each length: the k with ``boundaries[k] < length <= boundaries[k + 1]``.
 
     Args:
@@ -119,123 +54,140 @@ def bucket_of(lengths: npt.ArrayLike, boundaries: tuple[int, ...]) -> npt.NDArra
     return np.searchsorted(np.asarray(boundaries), rows, side="left").astype(np.int64) - 1
 
 
-def checked_lengths(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
-    """Lengths as a flat int32 array, refused unless every one is a positive integer.
+def optimal_boundaries(
+    lengths: npt.ArrayLike,
+    num_buckets: int,
+    *,
+    token_budget: int,
+    max_rows: int,
+    pad_to: int = 1,
+) -> tuple[int, ...]:
+    """Bucket edges with the fewest expected padded tokens where rows are shuffled in each bucket.
+
+    Exact dynamic programming over the histogram of widths. Up to 512 distinct widths are told
+    apart; beyond that, edges lie on a grid of about 512 cells, half of equal width and half of
+    equal row counts, with an edge wherever one row more or less fits a batch.
 
     Args:
-        lengths: Row lengths in tokens, integers ``[rows]``.
+        lengths: Row lengths in tokens, integers ``[rows]``, each at least 1.
+        num_buckets: Buckets to make; data with fewer distinct widths get fewer.
+        token_budget: Most padded tokens of one batch.
+        max_rows: Most rows of one batch.
+        pad_to: Widths are rounded up to a multiple of this.
 
     Returns:
-        The lengths, int32 ``[rows]``; a view where they had that type.
+        Edges in tokens, strictly rising, 0 first and the longest row last; no bucket is empty.
 
     Raises:
-        ValueError: They are empty, not flat, no integers, below 1, or too large for int32.
+        ValueError: An argument is outside its range, or a row is longer than the budget.
+
+    >>> optimal_boundaries([3, 3, 3, 8, 8, 9], 2, token_budget=18, max_rows=8)
+    (0, 3, 9)
     """
-    rows = np.asarray(lengths)
-    if rows.ndim != 1 or rows.size == 0 or rows.dtype.kind not in "iu":
-        raise ValueError(
-            "lengths must be a flat, non-empty array of integers, got shape "
-            f"{rows.shape} and dtype {rows.dtype}. Pass one token count per row."
-        )
-    outside = (rows < 1) | (rows > INT32_MAX)
-    if outside.any():
-        first = int(outside.argmax())
-        raise ValueError(
-            f"lengths must lie in 1..{INT32_MAX}, got {rows[first]} at row {first} "
-            f"({int(outside.sum())} such rows). Leave these rows out."
-        )
-    return rows.astype(np.int32, copy=False)
+    limits = Batching(token_budget=token_budget, max_rows=max_rows, pad_to=pad_to)
+    return best_boundaries(lengths, num_buckets, limits)
 
 
-def checked_int(
-    name: str, value: int | np.integer, *, at_least: int, at_most: int = INT32_MAX
-) -> int:
-    """A plain int, refused unless it is an integer in a range.
+def best_boundaries(
+    lengths: npt.ArrayLike, num_buckets: int, batching: Batching
+) -> tuple[int, ...]:
+    """As ``optimal_boundaries``, under every limit of ``batching``; its order does not matter."""
+    rows = checked_lengths(lengths)
+    num_buckets = checked_int("num_buckets", num_buckets, at_least=1)
+    check_fit(rows, batching)
+    widths, counts = np.unique(batching.padded(rows), return_counts=True)
+    # Equal limits share one table, whatever else the settings say.
+    limits = replace(
+        batching, order="bucketed", num_buckets=1, boundaries=None, sort_window=0, deal="stratified"
+    )
+    edges, table = _padding_table(widths.tobytes(), counts.astype(np.int64).tobytes(), limits)
+    inner = widths[_best_cuts(table, min(num_buckets, edges.size - 1), edges)[1:-1] - 1]
+    return (0, *inner.tolist(), int(rows.max()))
 
-    Args:
-        name: The setting, as the user wrote it.
-        value: What the user gave; NumPy's integers pass, a bool does not.
-        at_least: Smallest value allowed.
-        at_most: Largest value allowed.
+
+@functools.lru_cache(maxsize=8)
+def _padding_table(
+    widths_bytes: bytes, counts_bytes: bytes, limits: Batching
+) -> tuple[Ints, Floats]:
+    """Cells of the histogram, and the padding of every bucket made of neighbouring cells.
 
     Returns:
-        The value.
-
-    Raises:
-        ValueError: The value is no integer or lies outside the range.
+        Where each cell starts among the distinct widths, and the end, int64 ``[cells + 1]``; and
+        expected padded tokens of the bucket of cells ``a .. b - 1`` at ``[a, b]``, infinite for
+        ``a >= b``, float64 ``[cells + 1, cells + 1]``.
     """
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_int or not at_least <= value <= at_most:
-        raise ValueError(
-            f"{name} must be an integer in {at_least}..{at_most}, got {value!r}. "
-            f"Change {name} to a value in that range."
-        )
-    return int(value)
+    widths = np.frombuffer(widths_bytes, np.int64)
+    counts = np.frombuffer(counts_bytes, np.int64)
+    edges = _cells(widths, counts, limits)
+    rows = np.add.reduceat(counts, edges[:-1]).astype(np.float64)
+    mean_widths = np.add.reduceat(widths * counts, edges[:-1]) / rows
+    return edges, _expected_padding(rows, mean_widths, limits.most_rows(widths[edges[1:] - 1]))
 
 
-def check_fit(lengths: npt.NDArray[np.int32], batching: Batching) -> None:
-    """Refuse rows that are longer than a whole batch may be.
+def _cells(widths: Ints, counts: Ints, limits: Batching) -> Ints:
+    """Starts of the cells among the distinct widths, and the end, int64 ``[cells + 1]``."""
+    largest = int(limits.most_rows(widths[:1])[0])
+    # The table takes rows of a batch x cells x cells steps; caps of many rows get fewer cells.
+    limit = int(np.clip(np.sqrt(6e7 / largest), 64, MOST_CELLS))
+    if widths.size <= limit:
+        return np.arange(widths.size + 1)
+    even = np.linspace(0, widths[-1], limit // 2 + 1)
+    mass = np.arange(1, limit // 2) / (limit // 2) * counts.sum()
+    last_that_fits = -limits.most_rows(widths)
+    inner = np.concatenate(
+        [
+            widths.searchsorted(even, side="right"),
+            counts.cumsum().searchsorted(mass) + 1,
+            last_that_fits.searchsorted(-np.arange(1, min(largest, 64) + 1), side="right"),
+        ]
+    )
+    return np.unique(np.concatenate([[0, widths.size], inner]))
 
-    Args:
-        lengths: Row lengths in tokens, int32 ``[rows]``.
-        batching: Budget and rounding.
 
-    Raises:
-        ValueError: A row, rounded up to ``pad_to``, exceeds ``token_budget``.
+def _expected_padding(rows: Floats, widths: Floats, most: Ints) -> Floats:
+    """Expected padded tokens of every bucket of neighbouring cells; see the module's head.
+
+    Buckets that end with the same cell are treated together, in order of that cell. For these,
+    ``longest[n - 1, a]`` is the mean longest of n rows from cell a on, no longer than ``reach(n)``;
+    ``shorter[n - 1, a]`` the same with ``reach(n + 1)``.
     """
-    longest = int(lengths.max())
-    fits = batching.token_budget // batching.pad_to * batching.pad_to
-    if longest > fits:
-        width = -(-longest // batching.pad_to) * batching.pad_to
-        raise ValueError(
-            f"token_budget must hold every row: {int((lengths > fits).sum())} of {lengths.size} "
-            f"rows do not fit, the longest has {longest} tokens (width {width} with "
-            f"pad_to={batching.pad_to}), got token_budget={batching.token_budget}. "
-            f"Raise token_budget to {width}, or leave out longer rows (max_length)."
-        )
+    cells = rows.size
+    below = np.concatenate([[0.0], np.cumsum(rows)])
+    sizes = np.arange(1, most[0] + 1)
+    reach = np.append((-most).searchsorted(-sizes, side="right"), 0)
+    longest, shorter = np.zeros((2, sizes.size, cells))
+    table = np.full((cells + 1, cells + 1), np.inf)
+    for end in range(1, cells + 1):
+        fits = int(most[end - 1])  # a batch of any rows of this bucket reaches so many
+        total = below[end] - below[:end]
+        with np.errstate(divide="ignore"):  # a bucket of one cell: log 0, power 0
+            step = np.log(below[end - 1] - below[:end]) - np.log(total)
+        stays = np.exp(sizes[:fits, None] * step)
+        part = longest[:fits, :end]
+        part *= stays
+        part += widths[end - 1] * (1 - stays)
+        later = int(most[end]) if end < cells else 0
+        frozen = slice(max(later - 1, 0), fits - 1)  # all n with later <= n < fits
+        shorter[frozen, :end] = longest[frozen, :end]
+        share = np.maximum(below[reach[fits:]][:, None] - below[:end], 0) / total
+        reaches = share ** np.append(sizes[fits:], sizes.size + 1)[:, None]
+        n = sizes[fits - 1 :, None]
+        padded = n * longest[fits - 1 :, :end]
+        padded[1:] *= reaches[:-1]
+        padded -= n * shorter[fits - 1 :, :end] * reaches
+        table[:end, end] = total * padded.sum(0) / (fits + reaches[:-1].sum(0))
+    return table
 
 
-def cut_batches(
-    widths: npt.NDArray[np.int64], run_ends: list[int], batching: Batching
-) -> npt.NDArray[np.int64]:
-    """Close each batch where one more row would break the budget or the cap.
-
-    Args:
-        widths: Rounded row lengths in the order in which rows are batched, int64 ``[rows]``; each
-            at most ``token_budget``.
-        run_ends: Ends of the runs of rows that no batch may cross, rising, the last ``rows``.
-        batching: Budget and cap.
-
-    Returns:
-        Where each batch starts, and the end of the last, int64 ``[batches + 1]``.
-
-    >>> cut_batches(np.array([5, 4, 3, 9]), [4], Batching(token_budget=10)).tolist()
-    [0, 2, 3, 4]
-    """
-    budget, max_rows = batching.token_budget, batching.max_rows
-    counts = np.arange(1, min(max_rows, widths.size) + 1)
-    offsets = [0]
-    start = 0
-    for run_end in run_ends:
-        while start < run_end:
-            reach = min(run_end - start, max_rows, budget // int(widths[start]))
-            padded = np.maximum.accumulate(widths[start : start + reach]) * counts[:reach]
-            start += int(padded.searchsorted(budget, side="right"))
-            offsets.append(start)
-    return np.array(offsets, np.int64)
-
-
-def _checked_boundaries(boundaries: tuple[int, ...]) -> tuple[int, ...]:
-    """Bucket edges as plain ints, refused unless they start at 0 and rise strictly."""
-    edges = np.asarray(boundaries)
-    if edges.ndim != 1 or edges.size < 2 or edges.dtype.kind not in "iu":
-        raise ValueError(
-            f"boundaries must be a list of two or more integers, got {edges.tolist()!r}. "
-            "Start at 0 and end at the longest row, or set boundaries to null."
-        )
-    if edges[0] != 0 or not (edges[1:] > edges[:-1]).all():
-        raise ValueError(
-            f"boundaries must start at 0 and rise strictly, got {tuple(edges.tolist())}. "
-            "Begin with 0 and remove repeated edges."
-        )
-    return tuple(edges.tolist())
+def _best_cuts(table: Floats, num_buckets: int, edges: Ints) -> Ints:
+    """Edges of the best ``num_buckets`` buckets, as positions among the distinct widths."""
+    best = table[0]
+    choices = []
+    for _ in range(num_buckets - 1):
+        through = best[:, None] + table
+        choices.append(through.argmin(0))
+        best = through.min(0)
+    cuts = [edges.size - 1]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return edges[[0, *reversed(cuts)]]

@@ -4,39 +4,44 @@ import dataclasses
 import hashlib
 import json
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dflash_lightning.batching.buckets import (
-    Batching,
-    bucket_of,
-    check_fit,
-    checked_int,
-    checked_lengths,
-    cut_batches,
-    quantile_boundaries,
+from dflash_lightning.batching.buckets import best_boundaries, bucket_of
+from dflash_lightning.batching.epoch import (
+    Batches,
+    cut_epoch,
+    deal_steps,
+    fill_last_step,
+    random_stream,
 )
+from dflash_lightning.batching.settings import Batching, check_fit, checked_int, checked_lengths
+
+if TYPE_CHECKING:
+    from dflash_lightning.batching.report import PlanReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
-    """All batches of one epoch, in the order in which they are trained; see ``plan_epoch``.
+    """All batches of one epoch, or of what is left of it, in the order in which they are trained.
 
     A batch is named by ``(step, rank, micro)``. Its place inside the step is
     ``micro * world_size + rank``, so a step holds the same rows however the product of
-    ``world_size`` and ``accumulate`` is made up.
+    ``world_size`` and ``accumulate`` is made up. Made by ``plan_epoch``.
 
     Args:
-        lengths: Row lengths in tokens, int32 ``[rows]``.
+        lengths: Row lengths in tokens, int32 ``[rows]``, also of rows that are not in the plan.
         batching: The settings followed.
         boundaries: Edges of the length buckets in tokens, 0 first.
         seed: Seed of the run.
         epoch: The epoch, from 0.
         world_size: Ranks.
         accumulate: Batches that each rank adds up for one optimizer step.
-        row_order: Row ids in the order in which they are trained, int32 ``[rows]``.
-        offsets: Where each batch starts in ``row_order``, and its end, int64 ``[batches + 1]``.
+        batches: The batches, step by step and place by place.
+        done: What was delivered of this epoch before: ``(world_size, accumulate, steps)`` of each
+            earlier layout.
     """
 
     lengths: npt.NDArray[np.int32] = dataclasses.field(repr=False)
@@ -46,13 +51,18 @@ class EpochPlan:
     epoch: int
     world_size: int
     accumulate: int
-    row_order: npt.NDArray[np.int32] = dataclasses.field(repr=False)
-    offsets: npt.NDArray[np.int64] = dataclasses.field(repr=False)
+    batches: Batches = dataclasses.field(repr=False)
+    done: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def places(self) -> int:
+        """Batches of one step."""
+        return self.world_size * self.accumulate
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the epoch, the same on every rank."""
-        return (self.offsets.size - 1) // (self.world_size * self.accumulate)
+        """Optimizer steps of the plan, the same on every rank."""
+        return len(self.batches) // self.places
 
     @property
     def num_buckets(self) -> int:
@@ -62,13 +72,14 @@ class EpochPlan:
     @cached_property
     def longest(self) -> npt.NDArray[np.int32]:
         """Longest row of each batch in tokens, before rounding, int32 ``[batches]``."""
-        return np.maximum.reduceat(self.lengths[self.row_order], self.offsets[:-1])
+        return self.batches.longest(self.lengths)
 
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits that differ wherever lengths, settings, seed, epoch or layout do."""
         layout = [self.boundaries, self.seed, self.epoch, self.world_size, self.accumulate]
-        text = json.dumps([dataclasses.asdict(self.batching), *layout], sort_keys=True)
+        settings = dataclasses.asdict(self.batching)
+        text = json.dumps([settings, *layout, *self.done], sort_keys=True)
         digest = hashlib.sha256(text.encode())
         digest.update(self.lengths.astype("<i4", copy=False).tobytes())
         return digest.hexdigest()[:16]
@@ -82,13 +93,15 @@ class EpochPlan:
             micro: Which of the rank's accumulated batches.
 
         Returns:
-            Row ids, int64 ``[rows of the batch]``, never empty; a copy.
+            Row ids, int64 ``[rows of the batch]``, a copy. Empty only in the last step of a plan
+            made by ``resume``, where rows were too few for every place.
 
         Raises:
             ValueError: The plan has no such place.
         """
-        batch = self._batch(step, rank, micro)
-        return self.row_order[self.offsets[batch] : self.offsets[batch + 1]].astype(np.int64)
+        start = self._batch(step, rank, micro)
+        first, end = self.batches.offsets[start : start + 2]
+        return self.batches.rows[first:end].astype(np.int64)
 
     def width(self, step: int, rank: int, micro: int = 0) -> int:
         """Padded length of one batch in tokens; arguments and errors as ``rows``."""
@@ -111,29 +124,63 @@ class EpochPlan:
         """
         return bucket_of(self.lengths[np.asarray(rows)], self.boundaries)
 
-    def summary(self) -> dict[str, int | float]:
-        """Counts and ratios of the whole epoch.
+    def report(self) -> "PlanReport":
+        """Padding, limits, waiting and mixing of this plan; see ``PlanReport``."""
+        from dflash_lightning.batching.measure import report_plan
+
+        return report_plan(self)
+
+    def remaining(self, after_step: int) -> npt.NDArray[np.int64]:
+        """Rows that are not delivered yet.
+
+        Args:
+            after_step: Steps of this plan that are done, 0 to ``num_steps``.
 
         Returns:
-            ``rows``, ``batches``, ``steps``; ``efficiency``, real over padded tokens; ``fill``,
-            padded tokens over what all batches may hold; ``peak``, the largest batch over the
-            budget.
+            Row ids, int64, in the order of the plan.
+
+        Raises:
+            ValueError: The plan has fewer steps.
         """
-        sizes = np.diff(self.offsets)
-        padded = sizes * self.batching.padded(self.longest)
-        total = int(padded.sum())
-        budget = self.batching.token_budget
-        return {
-            "rows": self.lengths.size,
-            "batches": sizes.size,
-            "steps": self.num_steps,
-            "efficiency": int(self.lengths.sum(dtype=np.int64)) / total,
-            "fill": total / (budget * sizes.size),
-            "peak": int(padded.max()) / budget,
-        }
+        after_step = checked_int("after_step", after_step, at_least=0, at_most=self.num_steps)
+        first = self.batches.offsets[after_step * self.places]
+        return self.batches.rows[first:].astype(np.int64)
+
+    def resume(self, after_step: int, *, world_size: int, accumulate: int) -> "EpochPlan":
+        """The rest of the epoch under another layout: every remaining row once.
+
+        Batches stay as they are, except that the last ones are halved for whole steps. Where the
+        product of ``world_size`` and ``accumulate`` stays, so do the steps; otherwise the remaining
+        batches are dealt anew. Places that rows are too few for hold none.
+
+        Args:
+            after_step: Steps of this plan that are done, 0 to ``num_steps``.
+            world_size: Ranks from now on.
+            accumulate: Batches that each rank adds up from now on.
+
+        Returns:
+            A plan whose first step follows; with what was done, a pure function of the arguments.
+
+        Raises:
+            ValueError: An argument is outside its range.
+        """
+        after_step = checked_int("after_step", after_step, at_least=0, at_most=self.num_steps)
+        world_size = checked_int("world_size", world_size, at_least=1)
+        accumulate = checked_int("accumulate", accumulate, at_least=1)
+        done = (*self.done, (self.world_size, self.accumulate, after_step))
+        rest = self.batches.take(np.arange(after_step * self.places, len(self.batches)))
+        if world_size * accumulate != self.places:
+            rest = rest.take(np.flatnonzero(rest.sizes))
+            places = world_size * accumulate
+            stream = random_stream(self.seed, self.epoch, part=len(done))
+            longest = rest.longest(self.lengths)
+            order = deal_steps(longest, self.batching.deal, stream, places=places)
+            rest = fill_last_step(rest.take(order), places=places)
+        layout = {"world_size": world_size, "accumulate": accumulate}
+        return dataclasses.replace(self, batches=_read_only(rest), done=done, **layout)
 
     def _batch(self, step: int, rank: int, micro: int) -> int:
-        """Position of a batch in the epoch."""
+        """Position of a batch in the plan."""
         sizes = {"step": self.num_steps, "rank": self.world_size, "micro": self.accumulate}
         for (name, size), value in zip(sizes.items(), (step, rank, micro), strict=True):
             if not 0 <= value < size:
@@ -161,7 +208,7 @@ def plan_epoch(
 
     Args:
         lengths: Row lengths in tokens, integers ``[rows]``, each at least 1.
-        batching: Order, budget, cap and buckets.
+        batching: Order, limits, buckets, windows and deal.
         seed: Seed of the run, 0 or more.
         epoch: The epoch, from 0.
         world_size: Ranks.
@@ -175,7 +222,7 @@ def plan_epoch(
             boundary, or the rows cannot fill every place of every step.
 
     >>> plan = plan_epoch([5, 3, 4, 9], Batching(token_budget=10), seed=0, epoch=0, world_size=2)
-    >>> plan.num_steps, sorted(plan.row_order.tolist())
+    >>> plan.num_steps, sorted(plan.remaining(0).tolist())
     (2, [0, 1, 2, 3])
     """
     seed = checked_int("seed", seed, at_least=0, at_most=2**63 - 1)
@@ -183,16 +230,12 @@ def plan_epoch(
     world_size = checked_int("world_size", world_size, at_least=1)
     accumulate = checked_int("accumulate", accumulate, at_least=1)
     own = checked_lengths(lengths).copy()
+    own.flags.writeable = False
     check_fit(own, batching)
-    boundaries = batching.boundaries or quantile_boundaries(own, batching.num_buckets)
-    # Philox and its raw stream are the same in every NumPy release; Generator's methods need not
-    # be, and the rows behind a step of an old run must stay nameable.
-    stream = np.random.Philox(key=np.array([seed, epoch], np.uint64))
-    row_order, offsets = _all_batches(
-        own, batching, boundaries, stream, world_size=world_size, accumulate=accumulate
+    boundaries = batching.boundaries or best_boundaries(own, batching.num_buckets, batching)
+    batches = _all_batches(
+        own, batching, boundaries, random_stream(seed, epoch), world_size, accumulate
     )
-    for array in (own, row_order, offsets):
-        array.flags.writeable = False
     return EpochPlan(
         lengths=own,
         batching=batching,
@@ -201,8 +244,7 @@ def plan_epoch(
         epoch=epoch,
         world_size=world_size,
         accumulate=accumulate,
-        row_order=row_order,
-        offsets=offsets,
+        batches=_read_only(batches),
     )
 
 
@@ -211,11 +253,10 @@ def _all_batches(
     batching: Batching,
     boundaries: tuple[int, ...],
     stream: np.random.Philox,
-    *,
     world_size: int,
     accumulate: int,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Row ids in training order and the offsets of the batches in them."""
+) -> Batches:
+    """The batches of an epoch in the order of its steps."""
     places = world_size * accumulate
     layout = f"world_size={world_size} and accumulate={accumulate}, {places} batches a step"
     if places > lengths.size:
@@ -223,77 +264,23 @@ def _all_batches(
             f"world_size * accumulate must not exceed the number of rows ({lengths.size}), got "
             f"{layout}. Lower world_size or accumulate, or add rows."
         )
-    rows, run_ends = _runs(lengths, batching, boundaries, stream)
-    offsets = cut_batches(batching.padded(lengths[rows]), run_ends, batching)
-    if _num_batches(offsets, places) > rows.size:
-        rows = np.argsort(-lengths, kind="stable").astype(np.int32)
-        offsets = cut_batches(batching.padded(lengths[rows]), [rows.size], batching)
-    if _num_batches(offsets, places) > rows.size:
+    batches = cut_epoch(lengths, batching, boundaries, stream, places=places)
+    if batches is None:
         raise ValueError(
             "world_size * accumulate must divide a number of batches the rows can make: "
-            f"{rows.size} rows make {offsets.size - 1} or more under token_budget="
-            f"{batching.token_budget} and max_rows={batching.max_rows}, got {layout}. "
-            "Raise token_budget or max_rows, or lower world_size or accumulate."
+            f"{lengths.size} rows make too many under token_budget={batching.token_budget}, "
+            f"max_rows={batching.max_rows} and cost_budget={batching.cost_budget}, got {layout}. "
+            "Raise these limits, or lower world_size or accumulate."
         )
     if batching.order == "sorted":
-        # Before the shuffle: which batches are split must not depend on the epoch.
-        offsets = _split_tail(offsets, places)
-    rows, offsets = _shuffle_batches(rows, offsets, stream)
-    return rows, _split_tail(offsets, places)
+        # Before the deal: which batches are split must not depend on the epoch.
+        batches = fill_last_step(batches, places=places)
+    order = deal_steps(batches.longest(lengths), batching.deal, stream, places=places)
+    return fill_last_step(batches.take(order), places=places)
 
 
-def _runs(
-    lengths: npt.NDArray[np.int32],
-    batching: Batching,
-    boundaries: tuple[int, ...],
-    stream: np.random.Philox,
-) -> tuple[npt.NDArray[np.int32], list[int]]:
-    """Row ids in the order in which they are cut, and the ends of the runs no batch may cross."""
-    bucket = bucket_of(lengths, boundaries)
-    if batching.order == "sorted":
-        rows = np.argsort(lengths, kind="stable")
-    else:
-        rows = np.argsort(stream.random_raw(lengths.size), kind="stable")
-    if batching.order != "bucketed":
-        return rows.astype(np.int32), [rows.size]
-    rows = rows[np.argsort(bucket[rows].astype(np.min_scalar_type(len(boundaries))), kind="stable")]
-    return rows.astype(np.int32), np.cumsum(np.bincount(bucket)).tolist()
-
-
-def _num_batches(offsets: npt.NDArray[np.int64], places: int) -> int:
-    """Batches after the split of the tail: the next multiple of the places of a step."""
-    return -(-(offsets.size - 1) // places) * places
-
-
-def _shuffle_batches(
-    rows: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], stream: np.random.Philox
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """The same batches in random order: their rows, and the new offsets."""
-    order = np.argsort(stream.random_raw(offsets.size - 1), kind="stable")
-    sizes = np.diff(offsets)[order]
-    shuffled = np.concatenate([[0], np.cumsum(sizes)])
-    source = np.repeat(offsets[:-1][order] - shuffled[:-1], sizes) + np.arange(rows.size)
-    return rows[source], shuffled
-
-
-def _split_tail(offsets: npt.NDArray[np.int64], places: int) -> npt.NDArray[np.int64]:
-    """Offsets with batches near the end halved, most rows first, until the places divide them.
-
-    The end is the last unfilled step and the full step before it, so that few batches are halved
-    twice; where these have too few rows, it grows by whole steps.
-    """
-    missing = _num_batches(offsets, places) - (offsets.size - 1)
-    if missing == 0:
-        return offsets
-    full = (offsets.size - 1) // places
-    steps = np.arange(min(1, full), full + 1)
-    has_rows = offsets[-1] - offsets[(full - steps) * places] >= (steps + 1) * places
-    first = int(full - steps[has_rows.argmax()]) * places
-    tail = offsets[first:]
-    while missing > 0:
-        sizes = np.diff(tail)
-        halved = np.argsort(-sizes, kind="stable")[:missing]
-        halved = halved[2 * sizes[halved] > sizes[halved[0]]]
-        tail = np.insert(tail, halved + 1, tail[halved] + (sizes[halved] + 1) // 2)
-        missing -= halved.size
-    return np.concatenate([offsets[:first], tail])
+def _read_only(batches: Batches) -> Batches:
+    """The same batches, whose arrays refuse to be changed."""
+    for array in (batches.rows, batches.offsets, batches.closed_by):
+        array.flags.writeable = False
+    return batches

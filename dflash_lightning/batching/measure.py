@@ -1,0 +1,237 @@
+"""Measures a plan: everything that its report holds."""
+
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_lightning.batching.buckets import Floats, Ints, bucket_of
+from dflash_lightning.batching.epoch import CLOSED_BY, Batches, deal_steps, random_stream
+from dflash_lightning.batching.plan import EpochPlan, plan_epoch
+from dflash_lightning.batching.predict import predicted_padding
+from dflash_lightning.batching.report import BucketReport, DealReport, PlanReport
+from dflash_lightning.batching.settings import Deal
+
+BUCKET_GAP = 0.1  # nats between the mean losses of neighbouring buckets, for the step's deviation
+MOST_WIDTHS = 64
+LEAST_FILL = 0.8
+_COMPARED = 2**32  # part of the random stream that deals for comparison only
+
+
+def report_plan(plan: EpochPlan) -> PlanReport:
+    """Measure a plan.
+
+    Args:
+        plan: Any plan with rows.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: The plan holds no rows.
+    """
+    batches = plan.batches.take(np.flatnonzero(plan.batches.sizes))
+    if not len(batches):
+        raise ValueError(
+            f"a report needs rows, but the epoch was over after {plan.done}. Report the next epoch."
+        )
+    longest = batches.longest(plan.lengths)
+    widths, sizes = plan.batching.padded(longest), batches.sizes
+    padded = widths * sizes
+    tokens = np.add.reduceat(plan.lengths[batches.rows], batches.offsets[:-1], dtype=np.int64)
+    buckets = _bucket_reports(plan, batches, widths)
+    total, budget = int(padded.sum()), plan.batching.token_budget
+    closed = np.bincount(batches.closed_by, minlength=len(CLOSED_BY)) / len(batches)
+    values = {
+        "rows": batches.rows.size,
+        "batches": len(batches),
+        "steps": plan.num_steps,
+        "tokens": int(tokens.sum()),
+        "padded_tokens": total,
+        "efficiency": int(tokens.sum()) / total,
+        "fill": total / (budget * len(batches)),
+        "closed_by": dict(zip(CLOSED_BY, closed.tolist(), strict=True)),
+        "peak": int(padded.max()) / budget,
+        "widths": np.unique(widths).size,
+        "shapes": np.unique(widths * (sizes.max() + 1) + sizes).size,
+        "again": _again(plan, batches),
+    }
+    whole = np.sort(plan.lengths[batches.rows])
+    predicted = predicted_padding(whole, plan.batching, plan.boundaries).sum()
+    return PlanReport(
+        **values,
+        title=_title(plan, batches),
+        predicted=int(tokens.sum()) / float(predicted),
+        lag1=_lag1(plan, tokens / sizes),
+        deal=plan.batching.deal,
+        deals=_deal_reports(plan, batches, longest),
+        random_step_std=_random_step_std(plan, batches),
+        buckets=buckets,
+        warnings=_warnings(plan, values, buckets),
+    )
+
+
+def _title(plan: EpochPlan, batches: Batches) -> str:
+    b = plan.batching
+    how = (
+        b.order
+        if b.order != "bucketed"
+        else f"{plan.num_buckets} buckets, sort_window={b.sort_window}"
+    )
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    if plan.accumulate > 1:
+        ranks += f" x {plan.accumulate} accumulated"
+    return (
+        f"Epoch {plan.epoch}: {batches.rows.size:,} rows in {len(batches):,} batches, "
+        f"{plan.num_steps:,} steps on {ranks} ({how})"
+    )
+
+
+def _bucket_reports(plan: EpochPlan, batches: Batches, widths: Ints) -> tuple[BucketReport, ...]:
+    """One report per bucket."""
+    count = plan.num_buckets
+    lengths = plan.lengths[batches.rows]
+    bucket = bucket_of(lengths, plan.boundaries)
+    rows = np.bincount(bucket, minlength=count)
+    tokens = np.bincount(bucket, lengths, count)
+    padded = np.bincount(bucket, np.repeat(widths, batches.sizes), count)
+    led = bucket_of(batches.longest(plan.lengths), plan.boundaries)
+    led_batches = np.bincount(led, minlength=count)
+    led_rows, led_width = (np.bincount(led, w, count) for w in (batches.sizes, widths))
+    foretold: list[float | None] = [None] * count
+    if plan.batching.order == "bucketed":
+        expected = predicted_padding(np.sort(lengths), plan.batching, plan.boundaries)
+        foretold = (tokens / np.maximum(expected, 1)).tolist()
+    return tuple(
+        BucketReport(
+            low=plan.boundaries[k],
+            high=plan.boundaries[k + 1],
+            rows=int(rows[k]),
+            token_share=float(tokens[k] / tokens.sum()),
+            batches=int(led_batches[k]),
+            batch_rows=float(led_rows[k] / led_batches[k]) if led_batches[k] else None,
+            batch_width=float(led_width[k] / led_batches[k]) if led_batches[k] else None,
+            mean_length=float(tokens[k] / max(rows[k], 1)),
+            efficiency=float(tokens[k] / padded[k]) if rows[k] else 1.0,
+            predicted=foretold[k] if rows[k] else None,
+        )
+        for k in range(count)
+    )
+
+
+def _lag1(plan: EpochPlan, mean_length: Floats) -> float:
+    """Correlation of the mean lengths of consecutive batches, over all ranks."""
+    whole = mean_length.size // plan.places * plan.places
+    ranks = mean_length[:whole].reshape(-1, plan.world_size)
+    before, after = ranks[:-1].ravel(), ranks[1:].ravel()
+    if before.size < 2 or before.std() == 0 or after.std() == 0:
+        return 0.0
+    return float(np.corrcoef(before, after)[0, 1])
+
+
+def _again(plan: EpochPlan, batches: Batches) -> float:
+    """Share of the pairs of batch-mates that share a batch in the next epoch's plan."""
+    following = plan_epoch(
+        plan.lengths,
+        plan.batching,
+        seed=plan.seed,
+        epoch=plan.epoch + 1,
+        world_size=plan.world_size,
+        accumulate=plan.accumulate,
+    ).batches
+    later = np.empty(plan.lengths.size, np.int64)
+    later[following.rows] = np.repeat(np.arange(len(following)), following.sizes)
+    now = np.repeat(np.arange(len(batches)), batches.sizes)
+    both = np.unique(now * len(following) + later[batches.rows], return_counts=True)[1]
+    pairs = int((batches.sizes * (batches.sizes - 1)).sum())
+    return float((both * (both - 1)).sum() / pairs) if pairs else 0.0
+
+
+def _deal_reports(
+    plan: EpochPlan, batches: Batches, longest: npt.NDArray[np.int32]
+) -> dict[str, DealReport]:
+    """The plan's own steps, and the same batches under the other deals."""
+    widths = plan.batching.padded(longest)
+    work = np.stack([widths * batches.sizes, plan.batching.cost(widths) * batches.sizes], axis=1)
+    losses = _losses(plan, batches)
+    reports = {}
+    for deal in get_args(Deal):
+        order = np.arange(len(batches))
+        if deal != plan.batching.deal:
+            stream = random_stream(plan.seed, plan.epoch, part=_COMPARED)
+            order = deal_steps(longest, deal, stream, places=plan.places)
+        steps = max(order.size // plan.places, 1)
+        order = order[: steps * plan.places]
+        if order.size < plan.places:  # fewer rows than places
+            order = np.arange(len(batches))
+            per_rank = work[order][:, None]
+        else:
+            shape = (steps, plan.accumulate, plan.world_size, 2)
+            per_rank = work[order].reshape(shape).sum(1)
+        linear, quadratic = (per_rank.max(1) / per_rank.mean(1)).mean(0).tolist()
+        total = losses[order].reshape(steps, -1, 2).sum(1)
+        reports[deal] = DealReport(
+            waiting_linear=linear,
+            waiting_quadratic=quadratic,
+            step_std=float((total[:, 0] / total[:, 1]).std()),
+        )
+    return reports
+
+
+def _losses(plan: EpochPlan, batches: Batches) -> Floats:
+    """Sum over real tokens of the bucket's assumed loss, and real tokens, ``[batches, 2]``."""
+    lengths = plan.lengths[batches.rows].astype(np.float64)
+    loss = BUCKET_GAP * bucket_of(plan.lengths[batches.rows], plan.boundaries)
+    return np.add.reduceat(np.stack([lengths * loss, lengths], axis=1), batches.offsets[:-1])
+
+
+def _random_step_std(plan: EpochPlan, batches: Batches) -> float:
+    """Deviation of a ratio of sums over as many rows as a step has, drawn at random.
+
+    The usual first-order variance of a ratio: Cochran, Sampling Techniques (1977), section 2.11.
+    """
+    lengths = plan.lengths[batches.rows].astype(np.float64)
+    loss = BUCKET_GAP * bucket_of(plan.lengths[batches.rows], plan.boundaries)
+    mean = (lengths * loss).sum() / lengths.sum()
+    rows = lengths.size / plan.num_steps
+    return float(np.sqrt(np.mean((lengths * (loss - mean)) ** 2) / rows) / lengths.mean())
+
+
+def _warnings(plan: EpochPlan, values: dict, buckets: tuple[BucketReport, ...]) -> tuple[str, ...]:
+    """What looks wrong, each with its remedy."""
+    found = []
+    if values["fill"] < LEAST_FILL:
+        limit = max(CLOSED_BY, key=values["closed_by"].get)
+        remedy = {
+            "token_budget": "rows are long for the budget: raise token_budget",
+            "max_rows": "raise max_rows, or lower token_budget to what is used",
+            "cost_budget": "raise cost_budget, or lower token_budget to what is used",
+            "bucket end": "lower num_buckets",
+            "split": "lower world_size or accumulate, or add rows",
+        }[limit]
+        found.append(
+            f"fill {values['fill']:.2f}: {values['closed_by'][limit]:.0%} of the batches were "
+            f"closed by {limit}; {remedy}."
+        )
+    needed = plan.lengths[plan.batches.rows]
+    batches = 1 / plan.batching.most_rows(plan.batching.padded(needed))
+    per_bucket = np.bincount(bucket_of(needed, plan.boundaries), batches, plan.num_buckets)
+    if plan.batching.order == "bucketed":
+        found += [
+            f"bucket ({b.low}, {b.high}] holds {b.rows} rows, less than one batch: lower "
+            "num_buckets, or leave out one of its boundaries."
+            for b, count in zip(buckets, per_bucket, strict=True)
+            if count < 1
+        ]
+    if values["widths"] > MOST_WIDTHS:
+        grid = 1 << (-(-int(needed.max()) // MOST_WIDTHS) - 1).bit_length()
+        found.append(
+            f"{values['widths']:,} distinct widths: kernels that are compiled per shape would be "
+            f"compiled for each; pad_to={grid} leaves at most {MOST_WIDTHS}. Others lose nothing."
+        )
+    if values["again"] > 0.5:
+        found.append(
+            f"again {values['again']:.2f}: most rows meet the same batch-mates every epoch; use "
+            "order=bucketed."
+        )
+    return tuple(found)
