@@ -15,6 +15,10 @@ TOOLS = {
         "dflash_lightning.data.prepare",
         "chats to rows, loss mask, report of kept and rejected rows",
     ),
+    "buckets": (
+        "dflash_lightning.data.buckets",
+        "padding, waiting and mixing of an epoch under every batching strategy",
+    ),
     "export": (
         "dflash_lightning.drafter.checkpoint",
         "a checkpoint's drafter in the public format",
@@ -24,7 +28,7 @@ TOOLS = {
         "lossless speculative decoding: tau with interval, speed-up",
     ),
 }
-POSITIONAL = ("export",)  # tools whose required values are given by place
+POSITIONAL = ("buckets", "export")  # tools whose required values are given by place
 TRAINER = {"fit": "train a drafter", "validate": "validate a checkpoint"}
 
 

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
+from dflash_lightning.batching.report import PlanReport
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.drafter.checkpoint import export, export_drafter
 from dflash_lightning.module import DFlashModule
@@ -113,6 +115,8 @@ class TokenProgressBar(ProgressBar):
 class RunReport(Callback):
     """Says what a run will do, each validation, and what it leaves; exports the best drafter.
 
+    The report of the plan goes to the terminal, to ``plan.txt`` and to W&B as tables.
+
     Args:
         export_dtype: Dtype of the exported weights.
     """
@@ -125,19 +129,24 @@ class RunReport(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print model, plan and steps."""
         module, data = parts(trainer)
-        spec, weight, plan = module.drafter.spec, module.drafter.fc.weight, data.report()
+        spec, weight = module.drafter.spec, module.drafter.fc.weight
         size = sum(p.numel() for p in module.drafter.parameters()) / 1e6
         say(
             f"drafter: {size:.1f} M parameters in {weight.dtype}, {spec.num_layers} layers, "
             f"block {spec.block_size}, target layers {list(spec.target_layer_ids)}, "
             f"mask id {spec.mask_token_id}"
         )
-        say(
-            f"plan: {plan['rows']} rows in {plan['batches']} batches, {plan['steps']} steps in "
-            "this "
-            f"epoch, {module.total_steps()} in all; padding efficiency {plan['efficiency']:.3f}, "
-            f"fill {plan['fill']:.2f}"
-        )
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        report = data.report()
+        text = f"{report}\n\n{module.total_steps():,} optimizer steps in all"
+        say(f"\n{text}\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.txt").write_text(text + "\n")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                log_plan(logger, report)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the numbers that matter."""
@@ -183,6 +192,17 @@ def parts(trainer: L.Trainer) -> tuple[DFlashModule, DFlashDataModule]:
             f"{type(module).__name__} and {type(data).__name__}."
         )
     return module, data
+
+
+def log_plan(logger: WandbLogger, report: PlanReport) -> None:
+    """Give W&B the report of a plan: a table of its buckets, one of the deals, and the whole."""
+    values = report.to_dict()
+    buckets, deals = values.pop("buckets"), values.pop("deals")
+    logger.log_table("plan/buckets", list(buckets[0]), [list(row.values()) for row in buckets])
+    columns = ["deal", *deals[report.deal]]
+    rows = [[name, *deal.values()] for name, deal in deals.items()]
+    logger.log_table("plan/deals", columns, rows)
+    logger.log_hyperparams({"plan": values})
 
 
 def run_folder(trainer: L.Trainer) -> Path:

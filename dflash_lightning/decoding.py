@@ -1,6 +1,5 @@
 """Lossless speculative decoding: draft a block, verify it in one target call, keep what agrees."""
 
-import json
 import sys
 import time
 from collections import defaultdict
@@ -14,6 +13,7 @@ from transformers import DynamicCache
 
 from dflash_lightning.data.chat import Conversation, read_conversations, render
 from dflash_lightning.data.regenerate import end_ids
+from dflash_lightning.data.store import write_json
 from dflash_lightning.drafter.checkpoint import load_drafter
 from dflash_lightning.drafter.model import DraftCache, Drafter, init_random
 from dflash_lightning.functional.acceptance import (
@@ -185,7 +185,7 @@ def decode(
     untrained: bool = False,
     dtype: Dtype = "float32",
     device: str = "cpu",
-    json_file: Path | None = None,
+    json: Path | None = None,
 ) -> None:
     """Decode prompts greedily with and without drafts, compare token for token, and measure tau.
 
@@ -197,7 +197,7 @@ def decode(
         untrained: Also measure a drafter of the same shape with random weights.
         dtype: Dtype of target and drafter.
         device: Where they run, such as cuda or cpu.
-        json_file: Also write the numbers here.
+        json: Also write the numbers here.
     """
     loaded = HFTarget(target, dtype).load(device)
     trained = load_drafter(drafter, loaded.head_weight.dtype).to(device).eval()
@@ -210,8 +210,8 @@ def decode(
         for conversation in tqdm(_prompts(prompts), unit="prompt", disable=None)
     ]
     numbers = _summary(results, list(drafters))
-    if json_file:
-        json_file.write_text(json.dumps(numbers, indent=1) + "\n")
+    if json:
+        write_json(json, numbers)
     sys.stdout.write(_table(numbers) + "\n")
 
 

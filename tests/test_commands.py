@@ -62,9 +62,9 @@ def test_the_overview_names_every_command(monkeypatch, capsys, args: tuple) -> N
 
 OPTIONS = {
     "regenerate": "--prompts --target --output --max_new_tokens --temperature --batch_size --seed",
-    "prepare": "--input --tokenizer --output --max_length --long_rows --overwrite --json_file",
+    "prepare": "--input --tokenizer --output --max_length --long_rows --overwrite --json",
     "export": "ckpt folder --dtype",
-    "decode": "--drafter --target --prompts --max_new_tokens --json_file",
+    "decode": "--drafter --target --prompts --max_new_tokens --json",
 }
 
 

@@ -153,7 +153,7 @@ def test_decode_command_reports_equality_and_tau_by_source(
         prompts,
         max_new_tokens=12,
         untrained=True,
-        json_file=report,
+        json=report,
     )
     numbers = json.loads(report.read_text())
     for name in ("trained", "untrained"):

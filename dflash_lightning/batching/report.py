@@ -123,7 +123,9 @@ class PlanReport:
 
     def tables(self) -> list[Table]:
         """The report as tables: the whole, the deals, the buckets."""
-        closed = ", ".join(f"{name} {share:.1%}" for name, share in self.closed_by.items() if share)
+        closed = ", ".join(
+            f"{name} {share:.1%}" for name, share in self.closed_by.items() if share > 5e-4
+        )
         whole = [
             ("efficiency", f"{self.efficiency:.3f}", "real / padded tokens"),
             ("predicted", f"{self.predicted:.3f}", "the same, foretold from the lengths"),

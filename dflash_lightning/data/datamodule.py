@@ -8,9 +8,11 @@ import lightning as L
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from dflash_lightning.assets import CHATS, cache_folder
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
+from dflash_lightning.batching.report import PlanReport
 from dflash_lightning.data.collate import Batch, RowBatches
 from dflash_lightning.data.features import FeatureCache
 from dflash_lightning.data.prepare import prepare_store
@@ -80,6 +82,7 @@ class DFlashDataModule(L.LightningDataModule):
         self.rank, self.world_size, self.accumulate = 0, 1, 1
         self.features: dict[Path, FeatureCache] = {}
         self._plan: EpochPlan | None = None
+        self._steps: dict[int, int] = {}
 
     def prepare_data(self) -> None:
         """Fetch the target and prepare the embedded data, on one process."""
@@ -105,6 +108,7 @@ class DFlashDataModule(L.LightningDataModule):
             self.accumulate = self.trainer.accumulate_grad_batches
             self.epoch = self.trainer.current_epoch
             self._fit_to_model(self.trainer)
+        self._steps = {}
         self._plan = self._make_plan(self.epoch)
 
     def _fit_to_model(self, trainer: L.Trainer) -> None:
@@ -143,8 +147,14 @@ class DFlashDataModule(L.LightningDataModule):
         return int(self.train_store.lengths[self.train_rows].sum())
 
     def num_steps(self, epochs: int) -> int:
-        """Optimizer steps of the first ``epochs`` epochs, from their plans."""
-        return sum(self._make_plan(epoch).num_steps for epoch in range(epochs))
+        """Optimizer steps of the first ``epochs`` epochs, exactly.
+
+        Epochs differ by a few steps, so each is planned once; only its number of steps is kept.
+        """
+        missing = [epoch for epoch in range(epochs) if epoch not in self._steps]
+        for epoch in tqdm(missing, "planning", unit="epoch", delay=2, disable=self.rank > 0):
+            self._make_plan(epoch)
+        return sum(self._steps[epoch] for epoch in range(epochs))
 
     def set_epoch(self, epoch: int) -> None:
         """Reshuffle within the length buckets for another epoch; nothing for the current one."""
@@ -155,9 +165,9 @@ class DFlashDataModule(L.LightningDataModule):
         if self.trainer is not None:
             _tell_epoch_length(self.trainer, self._plan.num_steps * self.accumulate)
 
-    def report(self) -> dict[str, int | float]:
-        """Counts and padding of the current plan."""
-        return self.plan.summary()
+    def report(self) -> PlanReport:
+        """Padding, waiting and mixing of the current plan; prints well, also in a notebook."""
+        return self.plan.report()
 
     def train_dataloader(self) -> DataLoader:
         """Batches of this rank, planned anew each epoch."""
@@ -179,7 +189,7 @@ class DFlashDataModule(L.LightningDataModule):
         return self._loader(self.val_store, sampler)
 
     def _make_plan(self, epoch: int) -> EpochPlan:
-        return plan_epoch(
+        plan = plan_epoch(
             self.train_store.lengths[self.train_rows],
             self.batching,
             seed=self.seed,
@@ -187,6 +197,8 @@ class DFlashDataModule(L.LightningDataModule):
             world_size=self.world_size,
             accumulate=self.accumulate,
         )
+        self._steps[epoch] = plan.num_steps
+        return plan
 
     def _loader(self, store: RowStore, sampler: BucketSampler | ValidationSampler) -> DataLoader:
         rows = RowBatches(

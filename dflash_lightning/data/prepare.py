@@ -1,7 +1,6 @@
 """Chats to a row store: render, mask, check every row, count what is kept and what is not."""
 
 import hashlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from dflash_lightning.data.chat import RejectedRowError, make_row, read_conversations
-from dflash_lightning.data.store import RowStore, StoredRow, write_store
+from dflash_lightning.data.store import RowStore, StoredRow, write_json, write_store
 from dflash_lightning.target import load_tokenizer, tokenizer_fingerprint
 
 RULES = 1  # raise when the same chats would give other rows
@@ -26,7 +25,7 @@ def prepare(
     max_length: int = 4096,
     long_rows: Literal["truncate", "drop"] = "truncate",
     overwrite: bool = False,
-    json_file: Path | None = None,
+    json: Path | None = None,
 ) -> None:
     """Turn chats into rows for training and report what was kept.
 
@@ -37,7 +36,7 @@ def prepare(
         max_length: Longest row in tokens.
         long_rows: Cut longer rows at ``max_length``, or drop them.
         overwrite: Replace a store that was made from something else.
-        json_file: Also write the report here.
+        json: Also write the report here.
     """
     store = prepare_store(
         input,
@@ -47,9 +46,8 @@ def prepare(
         long_rows=long_rows,
         overwrite=overwrite,
     )
-    report = json.dumps(store.meta["report"], indent=1)
-    if json_file:
-        json_file.write_text(report + "\n")
+    if json:
+        write_json(json, store.meta["report"])
     sys.stdout.write(describe(store) + "\n")
 
 

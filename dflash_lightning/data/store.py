@@ -105,6 +105,17 @@ class RowStore:
         return np.load(self.path / "used_ids.npy")
 
 
+def write_json(path: Path, numbers: Any) -> None:
+    """Write numbers, with the folder they go to.
+
+    Args:
+        path: The file; one that is there is replaced.
+        numbers: Plain types.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
 def write_store(
     path: Path,
     rows: Iterable[StoredRow],

@@ -1,0 +1,211 @@
+"""What a batch costs, from how long steps took: the knee between linear and quadratic work.
+
+A step takes ``c0 + c1 w`` seconds, ``w`` being the largest over ranks of the sum of
+``padded (1 + width / knee)`` over the rank's batches. For each knee of a grid, ``c0`` and ``c1``
+follow by least squares; the best knee has the smallest sum of squares S, and its 95 % interval are
+the knees with ``S(knee) <= S(best) (1 + 3.84 / (n - 3))``, the profile likelihood's. It counts that
+another knee may make another rank the slowest. An interval without an upper end says that the
+timings show no quadratic work for certain.
+"""
+
+import csv
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dflash_lightning.batching.buckets import Floats
+from dflash_lightning.batching.plan import EpochPlan
+
+CHI2_95 = 3.84  # one degree of freedom
+OUTLIER = 5.0  # robust deviations; a validation or a checkpoint inside a step is no measurement
+KNEES = np.append(np.geomspace(10, 1e7, 600), np.inf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostFit:
+    """A fitted cost model.
+
+    Args:
+        knee: Width in tokens at which quadratic work equals linear work; infinite without any.
+        low: Lower end of its 95 % interval; 0 where any smaller knee fits as well.
+        high: Upper end; may be infinite.
+        seconds_per_token: Of linear work, for one padded token.
+        seconds_per_step: What a step takes without any token.
+        timings: Timings used.
+        outliers: Timings left out, as too far from the fit.
+        scatter: Standard deviation of the used timings from the fit, in seconds.
+    """
+
+    knee: float
+    low: float
+    high: float
+    seconds_per_token: float
+    seconds_per_step: float
+    timings: int
+    outliers: int
+    scatter: float
+
+    def to_dict(self) -> dict[str, float | None]:
+        """The numbers; None where one is infinite."""
+        values = dataclasses.asdict(self).items()
+        return {name: value if math.isfinite(value) else None for name, value in values}
+
+    def __str__(self) -> str:
+        high = f"{self.high:,.0f}" if math.isfinite(self.high) else "no upper end"
+        knee = f"{self.knee:,.0f}" if math.isfinite(self.knee) else "none: work is linear"
+        c0, c1, scatter = 1e3 * self.seconds_per_step, 1e6 * self.seconds_per_token, self.scatter
+        return (
+            f"cost_knee {knee} tokens [{self.low:,.0f}, {high}] from {self.timings:,} timings "
+            f"({self.outliers} outliers left out): {c1:.2f} us a padded token, {c0:.1f} ms a step, "
+            f"scatter {1e3 * scatter:.1f} ms"
+        )
+
+
+def fit_cost(padded: npt.ArrayLike, widths: npt.ArrayLike, seconds: npt.ArrayLike) -> CostFit:
+    """Fit the cost model to timed batches.
+
+    Args:
+        padded: Padded tokens of each timed batch, ``[n]``.
+        widths: Their widths in tokens, ``[n]``.
+        seconds: How long each took, ``[n]``.
+
+    Returns:
+        The fit.
+
+    Raises:
+        ValueError: There are fewer than eight timings, they differ in number, one is not finite, or
+            all batches are alike.
+
+    >>> width = np.tile(np.arange(100, 1000, 50), 2)
+    >>> rows = np.repeat([2, 3], 18)
+    >>> fit = fit_cost(rows * width, width, 1e-6 * rows * width * (1 + width / 500) + 0.01)
+    >>> 500 * 0.98 < fit.knee < 500 * 1.02, round(fit.seconds_per_step, 3)
+    (True, 0.01)
+    """
+    linear, width, time = (np.asarray(values, np.float64) for values in (padded, widths, seconds))
+    if not linear.shape == width.shape == time.shape or linear.ndim != 1:
+        raise ValueError(
+            "padded, widths and seconds must be flat and equally long, got shapes "
+            f"{linear.shape}, {width.shape} and {time.shape}. Give one value per timing."
+        )
+    return _fit(linear[:, None], (linear * width)[:, None], time)
+
+
+def fit_cost_of_steps(plan: EpochPlan, steps: npt.ArrayLike, seconds: npt.ArrayLike) -> CostFit:
+    """Fit the cost model to timed optimizer steps, each as long as its slowest rank.
+
+    Args:
+        plan: The plan that was trained.
+        steps: Steps of the plan, int ``[n]``.
+        seconds: How long each took, ``[n]``.
+
+    Returns:
+        The fit.
+
+    Raises:
+        ValueError: As ``fit_cost``, or the plan lacks a step.
+    """
+    chosen = np.asarray(steps, np.int64)
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < plan.num_steps:
+        raise ValueError(
+            f"steps must lie in 0..{plan.num_steps - 1}, got {chosen.min()}..{chosen.max()}. Give "
+            "the plan of the epoch that was timed."
+        )
+    linear, quadratic = rank_work(plan)
+    time = np.asarray(seconds, np.float64)
+    if chosen.shape != time.shape or chosen.ndim != 1:
+        raise ValueError(
+            "steps and seconds must be flat and equally long, got shapes "
+            f"{chosen.shape} and {time.shape}. Give one value per timing."
+        )
+    return _fit(linear[chosen], quadratic[chosen], time)
+
+
+def rank_work(plan: EpochPlan) -> tuple[Floats, Floats]:
+    """Padded tokens, and these times width, of each rank in each step, ``[steps, ranks]``."""
+    widths = plan.batching.padded(plan.longest)
+    padded = widths * plan.batches.sizes
+    shape = (plan.num_steps, plan.accumulate, plan.world_size)
+    linear, quadratic = (w.reshape(shape).sum(1) for w in (padded, padded * widths))
+    return linear.astype(np.float64), quadratic.astype(np.float64)
+
+
+def read_timings(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
+    """Columns of a CSV file of timings, such as a run's ledger.
+
+    Args:
+        path: The file; lines that start with ``#`` are comments.
+        columns: Names to read.
+
+    Returns:
+        The columns that are there, float64; lines with an empty one of them are left out.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A value is no number, or ``seconds`` is missing.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"timings must be a CSV file; there is none at {path}.")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(line for line in file if not line.startswith("#"))
+        names = [name for name in columns if name in (reader.fieldnames or ())]
+        lines = [[line[name] for name in names] for line in reader]
+    if "seconds" not in names:
+        raise ValueError(
+            f"timings {path} must have a column seconds, got {', '.join(reader.fieldnames or ())}. "
+            "Give a ledger, or a CSV file with seconds, rows and width."
+        )
+    try:
+        table = np.array([line for line in lines if all(line)], np.float64)
+    except ValueError as error:
+        raise ValueError(f"timings {path} must hold numbers: {error}.") from error
+    return dict(zip(names, table.reshape(-1, len(names)).T, strict=True))
+
+
+def _fit(linear: Floats, quadratic: Floats, seconds: Floats) -> CostFit:
+    """Profile the knee over work ``[n, ranks]`` and seconds ``[n]``, without outliers."""
+    if seconds.size < 8 or not np.isfinite(seconds).all():
+        raise ValueError(
+            f"seconds must be eight or more finite numbers, got {seconds.size} of which "
+            f"{int(np.isfinite(seconds).sum())} finite. Time more steps."
+        )
+    work = np.stack([(linear + quadratic / knee).max(1) for knee in KNEES])
+    if (np.ptp(work, axis=1) == 0).any():
+        raise ValueError(
+            "timed steps must differ in padded tokens and in width; all "
+            f"{seconds.size} are alike. Time steps of several buckets."
+        )
+    use = np.ones(seconds.size, bool)
+    rest = seconds - _line(work, seconds)[0]
+    rest = rest[(rest**2).sum(1).argmin()]
+    spread = 1.4826 * np.median(np.abs(rest - np.median(rest)))
+    if spread > 0 and (kept := np.abs(rest) <= OUTLIER * spread).sum() >= 8:
+        use = kept
+    time = seconds[use]
+    fitted, c0, c1 = _line(work[:, use], time)
+    squares = ((time - fitted) ** 2).sum(1)
+    squares[c1 <= 0] = np.inf  # more work in less time is no model
+    best = int(squares.argmin())
+    inside = np.flatnonzero(squares <= squares[best] * (1 + CHI2_95 / (time.size - 3)) + 1e-30)
+    return CostFit(
+        knee=float(KNEES[best]),
+        low=float(KNEES[inside[0]]) if inside[0] else 0.0,
+        high=float(KNEES[inside[-1]]),
+        seconds_per_token=float(c1[best]),
+        seconds_per_step=float(c0[best]),
+        timings=time.size,
+        outliers=seconds.size - time.size,
+        scatter=math.sqrt(squares[best] / (time.size - 3)),
+    )
+
+
+def _line(work: Floats, seconds: Floats) -> tuple[Floats, Floats, Floats]:
+    """Least-squares lines through ``[knees, n]`` of work: fitted seconds, intercepts and slopes."""
+    centred = work - work.mean(1, keepdims=True)
+    slope = centred @ (seconds - seconds.mean()) / (centred**2).sum(1)
+    start = seconds.mean() - slope * work.mean(1)
+    return start[:, None] + slope[:, None] * work, start, slope

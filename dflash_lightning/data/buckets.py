@@ -1,0 +1,181 @@
+"""The ``buckets`` command: what would this data do under which batching?"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from dflash_lightning.batching import Batching, plan_epoch
+from dflash_lightning.batching.compare import compare
+from dflash_lightning.batching.cost import CostFit, fit_cost, fit_cost_of_steps, read_timings
+from dflash_lightning.batching.plot import plot_comparison
+from dflash_lightning.batching.settings import Deal, Order, checked_lengths
+from dflash_lightning.data.store import RowStore, split_rows, write_json
+
+
+def buckets(
+    lengths: Path,
+    *,
+    order: Order = "bucketed",
+    num_buckets: int = 6,
+    boundaries: list[int] | None = None,
+    token_budget: int = 49_152,
+    max_rows: int = 64,
+    pad_to: int = 1,
+    sort_window: int = 32,
+    deal: Deal = "stratified",
+    cost_budget: float | None = None,
+    cost_knee: float = 4096.0,
+    world_size: int = 8,
+    accumulate: int = 1,
+    seed: int = 0,
+    val_fraction: float = 0.0,
+    timings: Path | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """Plan an epoch under every strategy: padding, waiting, mixing, and which one to take.
+
+    Args:
+        lengths: A ``.npy`` file of row lengths in tokens, or a folder written by ``prepare``.
+        order: bucketed, sorted or random.
+        num_buckets: Length buckets, with optimal boundaries.
+        boundaries: Edges of the buckets in tokens instead, 0 first.
+        token_budget: Most padded tokens of one batch.
+        max_rows: Most rows of one batch.
+        pad_to: Widths are rounded up to a multiple of this.
+        sort_window: Batches of mean size in a window inside which rows are sorted; 0 sorts none.
+        deal: How batches become steps: stratified, aligned or independent.
+        cost_budget: Most cost of one batch, padded tokens x (1 + width / cost_knee).
+        cost_knee: Width at which quadratic work equals linear work.
+        world_size: Ranks.
+        accumulate: Batches that a rank adds up for one step.
+        seed: Of the plan.
+        val_fraction: Share of a store's conversations to leave out, as fit does.
+        timings: CSV file to fit cost_knee to: seconds, rows and width of batches, or a run's ledger
+            (step, epoch, seconds, rows, padded_tokens) together with the run's own settings.
+        json: Also write all numbers here.
+        plot: Also draw a picture here.
+    """
+    rows = read_lengths(lengths, val_fraction)
+    batching = Batching(
+        order=order,
+        num_buckets=num_buckets,
+        boundaries=tuple(boundaries) if boundaries else None,
+        token_budget=token_budget,
+        max_rows=max_rows,
+        pad_to=pad_to,
+        sort_window=sort_window,
+        deal=deal,
+        cost_budget=cost_budget,
+        cost_knee=cost_knee,
+    )
+    layout = {"seed": seed, "world_size": world_size, "accumulate": accumulate}
+    comparison = compare(
+        rows,
+        batching,
+        **layout,
+        progress=lambda plans: tqdm(plans, unit="plan", delay=1, disable=None, leave=False),
+    )
+    numbers = comparison.to_dict()
+    lines = [repr(comparison)]
+    if timings:
+        fit = fit_timings(timings, rows, batching, **layout)
+        numbers["cost"] = fit.to_dict()
+        lines.append(str(fit))
+    if json:
+        write_json(json, numbers)
+    if plot:
+        plot_comparison(comparison, plot)
+    sys.stdout.write("\n\n".join(lines) + "\n")
+
+
+def read_lengths(path: Path, val_fraction: float = 0.0) -> np.ndarray:
+    """Row lengths of a ``.npy`` file or of a store.
+
+    Args:
+        path: The file, or the store's folder.
+        val_fraction: Share of the store's conversations to leave out.
+
+    Returns:
+        Lengths in tokens, int32 ``[rows]``.
+
+    Raises:
+        FileNotFoundError: There is neither.
+        ValueError: The file holds no lengths.
+    """
+    if path.is_dir():
+        store = RowStore.open(path, setting="lengths")
+        return checked_lengths(
+            store.lengths[split_rows(store.column("conversation"), val_fraction)[0]]
+        )
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"lengths must be a .npy file of row lengths or a folder written by prepare; there is "
+            f"none at {path}."
+        )
+    try:
+        values = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(
+            f"lengths {path} must be a .npy file: {error}. Write it with numpy.save."
+        ) from error
+    return checked_lengths(values)
+
+
+def fit_timings(path: Path, lengths: np.ndarray, batching: Batching, **layout: int) -> CostFit:
+    """Fit the cost model to a file of timings.
+
+    Args:
+        path: CSV file; see ``buckets``. A ledger's ``step`` counts optimizer steps from 0.
+        lengths: Row lengths of the run, if the file is a ledger.
+        batching: The run's settings.
+        layout: ``seed``, ``world_size`` and ``accumulate`` of the run.
+
+    Returns:
+        The fit.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: Columns are missing, or the ledger is not that of these settings.
+    """
+    names = ("seconds", "rows", "width", "step", "epoch", "padded_tokens")
+    table = read_timings(path, names)
+    if {"rows", "width"} <= table.keys():
+        return fit_cost(table["rows"] * table["width"], table["width"], table["seconds"])
+    missing = sorted({"rows", "step", "epoch", "padded_tokens"} - table.keys())
+    if missing:
+        raise ValueError(
+            f"timings {path} must have rows and width, or be a ledger with step, epoch, rows and "
+            f"padded_tokens; {', '.join(missing)} not found. Add the columns."
+        )
+    return _fit_ledger(path, table, lengths, batching, layout)
+
+
+def _fit_ledger(
+    path: Path,
+    table: dict[str, np.ndarray],
+    lengths: np.ndarray,
+    batching: Batching,
+    layout: dict[str, int],
+) -> CostFit:
+    """Fit to the steps of the ledger's first epoch that match the plan of these settings."""
+    epoch = int(table["epoch"].min())
+    before = sum(plan_epoch(lengths, batching, epoch=e, **layout).num_steps for e in range(epoch))
+    plan = plan_epoch(lengths, batching, epoch=epoch, **layout)
+    chosen = table["epoch"] == epoch
+    steps = table["step"][chosen].astype(np.int64) - before
+    sizes = plan.batches.sizes
+    padded = sizes * plan.batching.padded(plan.longest)
+    known = (steps >= 0) & (steps < plan.num_steps)
+    for name, values in (("rows", sizes), ("padded_tokens", padded)):
+        planned = values.reshape(plan.num_steps, plan.places).sum(1)
+        same = planned[steps.clip(0, plan.num_steps - 1)] == table[name][chosen]
+        if not (same & known).all():
+            raise ValueError(
+                f"timings {path} must come from a run with these lengths and settings: {name} of "
+                f"{int((~(same & known)).sum())} of {steps.size} steps differ from the plan. Give "
+                "the run's seed, world_size, accumulate, val_fraction and batching."
+            )
+    return fit_cost_of_steps(plan, steps, table["seconds"][chosen])
