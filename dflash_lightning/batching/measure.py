@@ -226,8 +226,8 @@ def _warnings(plan: EpochPlan, values: dict, buckets: tuple[BucketReport, ...]) 
     if values["widths"] > MOST_WIDTHS:
         grid = 1 << (-(-int(needed.max()) // MOST_WIDTHS) - 1).bit_length()
         found.append(
-            f"{values['widths']:,} distinct widths: kernels that are compiled per shape would be "
-            f"compiled for each; pad_to={grid} leaves at most {MOST_WIDTHS}. Others lose nothing."
+            f"{values['widths']:,} distinct widths: attention that is compiled per shape would be "
+            f"compiled for each; for it, pad_to={grid} leaves at most {MOST_WIDTHS}."
         )
     if values["again"] > 0.5:
         found.append(

@@ -7,6 +7,11 @@ from typing import Any
 from dflash_lightning.batching.settings import Deal
 from dflash_lightning.batching.table import Table
 
+DEALS = (
+    "Waiting: slowest / mean rank, linear and quadratic cost. "
+    "Step std: of the loss, were buckets 0.1 apart."
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketReport:
@@ -135,6 +140,9 @@ class PlanReport:
             ("lag-1", f"{self.lag1:.3f}", "correlation of consecutive batch lengths of a rank"),
             ("again", f"{self.again:.4f}", "batch-mates that share the next epoch's batch too"),
         ]
+        shown = self.deals
+        if len(set(self.deals.values())) == 1:  # one batch a step: there is nothing to deal
+            shown = {self.deal: self.deals[self.deal]}
         deals = [
             (
                 name + (" (this plan)" if name == self.deal else ""),
@@ -142,12 +150,12 @@ class PlanReport:
                 f"{deal.waiting_quadratic:.3f}",
                 f"{deal.step_std:.4f}",
             )
-            for name, deal in self.deals.items()
+            for name, deal in shown.items()
         ]
         deals.append(("a random global batch", "", "", f"{self.random_step_std:.4f}"))
         return [
             Table(self.title, ("", "", ""), whole, align="lrl"),
-            Table("", ("deal of the steps", "waiting", "quadratic", "step std"), deals),
+            Table(DEALS, ("deal of the steps", "waiting", "quadratic", "step std"), deals),
             self.bucket_table(),
         ]
 

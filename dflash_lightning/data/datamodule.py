@@ -178,13 +178,14 @@ class DFlashDataModule(L.LightningDataModule):
         if not len(self.val_rows):
             return []
         lengths = self.val_store.lengths[self.val_rows]
-        budget = max(self.batching.token_budget, int(lengths.max()))
-        plan = plan_epoch(
-            lengths,
-            Batching(order="sorted", token_budget=budget, max_rows=self.batching.max_rows),
-            seed=0,
-            epoch=0,
+        longest = int(lengths.max())
+        in_order = Batching(
+            order="sorted",
+            boundaries=(0, longest),
+            token_budget=max(self.batching.token_budget, longest),
+            max_rows=self.batching.max_rows,
         )
+        plan = plan_epoch(lengths, in_order, seed=0, epoch=0)
         sampler = ValidationSampler(plan, self.val_rows, lambda: self.rank, lambda: self.world_size)
         return self._loader(self.val_store, sampler)
 

@@ -106,7 +106,7 @@ def test_the_report_is_told_in_words_and_numbers(tmp_path, tokenizer) -> None:
 def test_the_command_prints_the_report_and_writes_it(tmp_path, target_folder, capsys) -> None:
     chats = write(tmp_path / "chats.jsonl", [chat(), "nonsense"])
     report = tmp_path / "report.json"
-    prepare(chats, str(target_folder), tmp_path / "store", json_file=report)
+    prepare(chats, str(target_folder), tmp_path / "store", json=report)
     store = RowStore.open(tmp_path / "store")
     assert capsys.readouterr().out == describe(store) + "\n"
     assert json.loads(report.read_text()) == store.meta["report"]

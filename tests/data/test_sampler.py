@@ -224,7 +224,7 @@ def test_set_epoch_reshuffles_and_is_the_same_every_time(store) -> None:
     assert rows_of(list(data.train_dataloader())) != first
     data.set_epoch(0)
     assert rows_of(list(data.train_dataloader())) == first
-    assert data.report()["rows"] == len(flat(first)) == 32
+    assert data.report().rows == len(flat(first)) == 32
     assert data.tokens_per_epoch == store.lengths[flat(first)].sum()
 
 
