@@ -5,6 +5,7 @@ import sys
 import textwrap
 from importlib import metadata
 
+import numpy as np
 import pytest
 
 import dflash_lightning
@@ -63,6 +64,11 @@ def test_the_overview_names_every_command(monkeypatch, capsys, args: tuple) -> N
 OPTIONS = {
     "regenerate": "--prompts --target --output --max_new_tokens --temperature --batch_size --seed",
     "prepare": "--input --tokenizer --output --max_length --long_rows --overwrite --json",
+    "buckets": (
+        "lengths --order --num_buckets --boundaries --token_budget --max_rows --pad_to "
+        "--sort_window --deal --cost_budget --cost_knee --world_size --accumulate --seed "
+        "--val_fraction --timings --json --plot"
+    ),
     "export": "ckpt folder --dtype",
     "decode": "--drafter --target --prompts --max_new_tokens --json",
 }
@@ -121,11 +127,26 @@ def test_planning_works_without_torch() -> None:
         from dflash_lightning import Batching, EpochPlan, plan_epoch
         plan = plan_epoch([3, 1, 2], Batching(token_budget=4), seed=0, epoch=0)
         assert isinstance(plan, EpochPlan)
-        print(plan.summary()["rows"])
+        print(plan.report().rows)
         """
     done = without(HEAVY, code)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3\n"
+
+
+def test_the_buckets_command_runs_without_torch(tmp_path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(1, 60))
+    code = """
+        import sys
+        from dflash_lightning.__main__ import main
+        sys.argv = ["dflash-lightning", "buckets", *sys.argv[1:], "--max_rows", "8"]
+        main()
+        """
+    blocked = ("torch", "lightning", "transformers", "torchmetrics", "wandb")
+    done = without(blocked, code, str(tmp_path / "lengths.npy"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Epoch 0: 59 rows in ")
+    assert "\nUse sort_window=" in done.stdout
 
 
 def test_the_blocker_blocks() -> None:

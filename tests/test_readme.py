@@ -82,7 +82,8 @@ def test_every_command_of_the_readme_runs(workplace: Path, cache: str) -> None:
             assert "val/est_tau" in printed
         if arguments[0] == "decode":
             assert "output equal to the target's own for 20 of 20 prompts" in printed
-    assert {"fit", "validate", "decode", "regenerate", "prepare", "export"} <= set(names)
+    assert {"fit", "validate", "decode", "regenerate", "prepare", "buckets", "export"} <= set(names)
+    assert (workplace / "buckets.png").stat().st_size > 10_000
     first = workplace / "runs" / "quickstart" / "version_0"
     for name in ("config.yaml", "metrics.csv", "checkpoints/last.ckpt", "drafter/config.json"):
         assert (first / name).is_file(), name

@@ -1,6 +1,7 @@
 """The same rows under every strategy, side by side, and which one to take."""
 
 import dataclasses
+import html
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, get_args
@@ -60,8 +61,8 @@ class Comparison:
             "recommendation": self.recommendation,
         }
 
-    def tables(self) -> list[Table]:
-        """The report of ``batching``, and a line per strategy."""
+    def table(self) -> Table:
+        """A line per strategy."""
         columns = ("strategy", "steps", "eff.", "fill", "again", "lag-1", "waiting", "step std")
         rows = [
             (
@@ -77,15 +78,14 @@ class Comparison:
             for name, report in self.reports.items()
         ]
         title = "Strategies (* asked about); waiting and step std under stratified, aligned, "
-        return [*self.own.tables(), Table(title + "independent steps", columns, rows)]
+        return Table(title + "independent steps", columns, rows)
 
     def __repr__(self) -> str:
-        parts = [repr(self.own), self.tables()[-1].text(), self.recommendation]
-        return "\n\n".join(parts)
+        return "\n\n".join([repr(self.own), self.table().text(), self.recommendation])
 
     def _repr_html_(self) -> str:
-        body = "".join(table.html() for table in self.tables())
-        return f"{body}<p>{self.recommendation}</p>"
+        body = self.own._repr_html_() + self.table().html()
+        return f"{body}<p>{html.escape(self.recommendation)}</p>"
 
 
 def compare(

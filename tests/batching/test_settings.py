@@ -182,10 +182,12 @@ def test_no_more_rows_break_a_limit_and_one_more_would(widths, tokens, cap, budg
         assert rows + 1 > cap or (rows + 1) * width > tokens or breaks_cost
 
 
-@pytest.mark.parametrize("knee", [3.0, 7.7, 4096.0])
-def test_a_budget_of_exactly_some_rows_holds_these_rows(knee):
+@pytest.mark.parametrize(
+    ("knee", "counts"), [(4096.0, [1, 2, 3, 7, 63]), (3.0, [1]), (7.7, [1]), (1e-3, [1])]
+)
+def test_a_cost_budget_of_exactly_some_rows_holds_these_rows(knee, counts):
     for width in (1, 13, 300, 4097):
-        for rows in (1, 2, 3, 7, 63):
+        for rows in counts:
             cost = rows * float(Batching(cost_knee=knee).cost(np.array(width)))
             limits = {"token_budget": 10**6, "cost_budget": cost, "cost_knee": knee}
             assert Batching(**limits).most_rows(np.array([width])).tolist() == [rows]
