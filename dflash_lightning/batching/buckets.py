@@ -1,16 +1,19 @@
 """Length buckets, and the boundaries that leave the least padding.
 
-A batch grows row by row until one more would break a limit. How many rows a batch may hold falls as
-its longest row grows, so a batch of rows drawn at random from one bucket reaches ``n`` rows exactly
-if the longest of its first ``n`` is at most some ``reach(n)``. With ``F`` the distribution of
-widths in the bucket and ``M_n`` the longest of ``n`` rows,
+A batch grows row by row until one more would break a limit, and the row that did not fit opens the
+next. How many rows a batch may hold falls as its longest row grows: ``n`` rows fit exactly if the
+longest of them, ``M_n``, is at most some ``reach(n)``. Rows of a bucket come in random order, and
+``F`` is the distribution function of their widths; the first row of a batch, which did not fit
+before, has another, ``G``. With ``S_n = G(reach(n)) F(reach(n))^(n-1)``, the chance of n rows or
+more,
 
-    P(N >= n)      = F(reach(n))^n
-    E[padded]      = sum_n n (E[M_n; M_n <= reach(n)] - E[M_n; M_n <= reach(n+1)] F(reach(n+1)))
+    rows of a batch     E[N] = sum_n S_n
+    its padded tokens   E[N M_N] = sum_n n (E[M_n; M_n <= reach(n)]
+                                            - F(reach(n+1)) E[M_n; M_n <= reach(n+1)])
+    the next first row  G(x) = sum_n (S_n F(x) - P(M_n <= reach(n+1)) F(min(x, reach(n+1))))
 
-and a bucket of R rows costs ``R E[padded] / E[N]`` padded tokens in the long run (renewal theorem).
-That a row which did not fit opens the next batch, and is longer than most, is left out here and
-counted in ``predict``; it moves no boundary by more than the choice is worth.
+and in the long run a bucket of R rows takes ``R E[N M_N] / E[N]`` padded tokens (renewal theorem).
+``mean_batches`` solves the last equation exactly, for many buckets at once.
 """
 
 import functools
@@ -24,7 +27,8 @@ from dflash_lightning.batching.settings import Batching, check_fit, checked_int,
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MOST_CELLS = 512
+MOST_CELLS = 256
+MOST_ROWS = 512  # batches of more rows are treated alike where boundaries are chosen
 
 
 def bucket_of(lengths: npt.ArrayLike, boundaries: tuple[int, ...]) -> Ints:
@@ -64,9 +68,9 @@ def optimal_boundaries(
 ) -> tuple[int, ...]:
     """Bucket edges with the fewest expected padded tokens where rows are shuffled in each bucket.
 
-    Exact dynamic programming over the histogram of widths. Up to 512 distinct widths are told
-    apart; beyond that, edges lie on a grid of about 512 cells, half of equal width and half of
-    equal row counts, with an edge wherever one row more or less fits a batch.
+    Exact dynamic programming over the histogram of widths. Up to 256 distinct widths are told
+    apart (64 where batches hold 256 rows or more); beyond that, edges lie on a grid of so many
+    cells, half of equal width and half of equal row counts, and wherever one row less fits.
 
     Args:
         lengths: Row lengths in tokens, integers ``[rows]``, each at least 1.
@@ -121,14 +125,15 @@ def _padding_table(
     edges = _cells(widths, counts, limits)
     rows = np.add.reduceat(counts, edges[:-1]).astype(np.float64)
     mean_widths = np.add.reduceat(widths * counts, edges[:-1]) / rows
-    return edges, _expected_padding(rows, mean_widths, limits.most_rows(widths[edges[1:] - 1]))
+    most = np.minimum(limits.most_rows(widths[edges[1:] - 1]), MOST_ROWS)
+    return edges, _expected_padding(rows, mean_widths, most)
 
 
 def _cells(widths: Ints, counts: Ints, limits: Batching) -> Ints:
     """Starts of the cells among the distinct widths, and the end, int64 ``[cells + 1]``."""
-    largest = int(limits.most_rows(widths[:1])[0])
-    # The table takes rows of a batch x cells x cells steps; caps of many rows get fewer cells.
-    limit = int(np.clip(np.sqrt(6e7 / largest), 64, MOST_CELLS))
+    largest = min(int(limits.most_rows(widths[:1])[0]), MOST_ROWS)
+    # The table takes as many steps as rows of a batch times cells: large caps get fewer cells.
+    limit = int(np.clip(2**14 // largest, 64, MOST_CELLS))
     if widths.size <= limit:
         return np.arange(widths.size + 1)
     even = np.linspace(0, widths[-1], limit // 2 + 1)
@@ -145,38 +150,100 @@ def _cells(widths: Ints, counts: Ints, limits: Batching) -> Ints:
 
 
 def _expected_padding(rows: Floats, widths: Floats, most: Ints) -> Floats:
-    """Expected padded tokens of every bucket of neighbouring cells; see the module's head.
-
-    Buckets that end with the same cell are treated together, in order of that cell. For these,
-    ``longest[n - 1, a]`` is the mean longest of n rows from cell a on, no longer than ``reach(n)``;
-    ``shorter[n - 1, a]`` the same with ``reach(n + 1)``.
-    """
-    cells = rows.size
+    """Expected padded tokens of every bucket of neighbouring cells, given each cell's rows."""
     below = np.concatenate([[0.0], np.cumsum(rows)])
-    sizes = np.arange(1, most[0] + 1)
-    reach = np.append((-most).searchsorted(-sizes, side="right"), 0)
-    longest, shorter = np.zeros((2, sizes.size, cells))
-    table = np.full((cells + 1, cells + 1), np.inf)
-    for end in range(1, cells + 1):
-        fits = int(most[end - 1])  # a batch of any rows of this bucket reaches so many
-        total = below[end] - below[:end]
-        with np.errstate(divide="ignore"):  # a bucket of one cell: log 0, power 0
-            step = np.log(below[end - 1] - below[:end]) - np.log(total)
-        stays = np.exp(sizes[:fits, None] * step)
-        part = longest[:fits, :end]
-        part *= stays
-        part += widths[end - 1] * (1 - stays)
-        later = int(most[end]) if end < cells else 0
-        frozen = slice(max(later - 1, 0), fits - 1)  # all n with later <= n < fits
-        shorter[frozen, :end] = longest[frozen, :end]
-        share = np.maximum(below[reach[fits:]][:, None] - below[:end], 0) / total
-        reaches = share ** np.append(sizes[fits:], sizes.size + 1)[:, None]
-        n = sizes[fits - 1 :, None]
-        padded = n * longest[fits - 1 :, :end]
-        padded[1:] *= reaches[:-1]
-        padded -= n * shorter[fits - 1 :, :end] * reaches
-        table[:end, end] = total * padded.sum(0) / (fits + reaches[:-1].sum(0))
+    table = np.full((rows.size + 1, rows.size + 1), np.inf)
+    for end in range(1, rows.size + 1):
+        starts = np.arange(end)
+        batch_rows, padded = mean_batches(below, widths, most, starts, end)
+        table[:end, end] = (below[end] - below[:end]) * padded / batch_rows
     return table
+
+
+def mean_batches(
+    below: Floats, widths: Floats, most: Ints, starts: Ints, end: int
+) -> tuple[Floats, Floats]:
+    """Mean rows and padded tokens of a batch, of every bucket of cells ``starts[i] .. end - 1``.
+
+    Args:
+        below: Rows in all cells before each cell, and in all, ``[cells + 1]``.
+        widths: Width of each cell in tokens, rising, ``[cells]``.
+        most: Most rows of a batch whose longest is in each cell, falling, ``[cells]``.
+        starts: First cells of the buckets, rising, ``[s]``.
+        end: Cell after the last of every bucket.
+
+    Returns:
+        Mean rows of a batch and mean padded tokens of a batch, ``[s]`` each.
+    """
+    fits = int(most[end - 1])  # so many rows fit whatever they are
+    sizes = np.arange(fits + 1, most[starts[0]] + 1)
+    reach = (-most).searchsorted(-sizes, side="right")
+    total = below[end] - below[starts]
+    share = np.maximum(below[reach][:, None] - below[starts], 0) / total  # F(reach(n))
+    chance, firsts, more, fewer = _first_rows(share, sizes)
+    rest = slice(0, end - 1)  # every cell but the last, where all is 1
+    f = np.maximum(below[1:end] - below[starts][:, None], 0) / total[:, None]
+    level = np.maximum(most[rest] - fits, 0)
+    density = f * (1 - fewer[level].T) - (1 - f) * more[level].T  # G
+    density *= _growth(f, share, reach, fits, starts)
+    reached = firsts * share ** (sizes - 1)[:, None]  # S_n
+    padded = fits * widths[end - 1] + widths[reach] @ reached - density @ np.diff(widths[:end])
+    return fits + chance, padded
+
+
+def _first_rows(share: Floats, sizes: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+    """Solve for G at ``reach(n)``, given ``share = F(reach(n))`` and ``sizes = n``, ``[n, s]``.
+
+    Put together by n, the equation in the module's head reads, for any x with
+    ``reach(m + 1) < x <= reach(m)``,
+
+        G(x) = F(x) (1 - u_m) - (1 - F(x)) v_m
+        u_m = sum_{n <= m} t_n (1 - F(reach(n))),  v_m = sum_{n > m} t_n F(reach(n)),
+        t_n = G(reach(n)) F(reach(n))^(n - 2).
+
+    Every ``u_m``, ``v_m`` follows from the ones before; they depend linearly on the sum of all,
+    ``v_0``, which is chosen so that the last ``v_m`` is 0.
+
+    Returns:
+        ``v_0``, ``[s]``; ``G(reach(n))``, ``[n, s]``; ``v_m``, ``u_m`` from m = 0, ``[n + 1, s]``.
+    """
+    count, buckets = share.shape
+    # Index 0 holds the constant, 1 the factor of v_0.
+    firsts = np.zeros((2, count, buckets))
+    u, v = np.zeros((2, 2, count + 1, buckets))
+    v[1, 0] = 1
+    for at in range(count):
+        f = share[at]
+        firsts[:, at] = -f * u[:, at] - (1 - f) * v[:, at]
+        firsts[0, at] += f
+        t = firsts[:, at] * f ** (sizes[at] - 2)
+        u[:, at + 1] = u[:, at] + t * (1 - f)
+        v[:, at + 1] = v[:, at] - t * f
+    total = -v[0, -1] / v[1, -1]
+    return total, *(part[0] + part[1] * total for part in (firsts, v, u))
+
+
+def _growth(f: Floats, share: Floats, reach: Ints, fits: int, starts: Ints) -> Floats:
+    """Sum over n of ``n F^(n-1)`` times the chance that the n-th row is the last, ``[s, cells]``.
+
+    For a cell where at most m rows fit: ``sum_{fits <= n < m} n (1 - F(reach(n+1))) F^(n-1)`` and
+    ``m F^(m-1)``.
+    """
+    grown = np.zeros_like(f)
+    power = f ** (fits - 1)
+    inside, buckets = f.shape[1], starts.size
+    cells = np.minimum(np.append(reach, 0), f.shape[1]).tolist()
+    staying = np.concatenate([share, np.zeros((1, starts.size))])
+    for n, (more, stays) in enumerate(zip(cells, staying, strict=True), start=fits):
+        grown[:buckets, more:inside] += n * power[:buckets, more:inside]
+        if more == 0:
+            break
+        buckets = int(starts.searchsorted(more))  # later buckets have no cell that takes more rows
+        part = power[:buckets, :more]
+        grown[:buckets, :more] += (n * (1 - stays[:buckets]))[:, None] * part
+        part *= f[:buckets, :more]
+        inside = more
+    return grown
 
 
 def _best_cuts(table: Floats, num_buckets: int, edges: Ints) -> Ints:

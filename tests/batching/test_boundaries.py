@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from batching.batch_oracle import SHORT_LISTS, batch_by_rows, histogram, true_mean_batch
+from batching.batch_oracle import SHORT_LISTS, histogram, true_mean_batch
 from batching.plans import (
     FAMILIES,
     FEW,
@@ -34,12 +34,6 @@ LIMITS = {"token_budget": 16_384, "max_rows": 64}
 
 
 def expected_padding(widths: list[int], counts: list[int], batching: Batching) -> float:
-    """Padded tokens of a bucket whose batches all open with a row drawn at random."""
-    rows, padded, _ = batch_by_rows(widths, counts, batching)
-    return sum(counts) * padded / rows
-
-
-def true_padding(widths: list[int], counts: list[int], batching: Batching) -> float:
     """Padded tokens of a bucket where the row that did not fit opens the next batch."""
     rows, padded = true_mean_batch(widths, counts, batching)
     return sum(counts) * padded / rows
@@ -100,13 +94,13 @@ def test_no_other_edges_have_less_expected_padding(lengths, num_buckets, data):
     ],
 )
 @pytest.mark.parametrize("num_buckets", [2, 3])
-def test_no_other_edges_are_better_by_a_hundredth_where_rows_that_did_not_fit_open_batches(
+def test_no_other_edges_are_better_where_long_rows_that_did_not_fit_open_batches(
     widths, counts, limits, num_buckets
 ):
     batching = Batching(**limits, cost_knee=100)
-    paddings = all_paddings(widths, counts, num_buckets, batching, true_padding)
+    paddings = all_paddings(widths, counts, num_buckets, batching, expected_padding)
     edges = best_boundaries(np.repeat(widths, counts), num_buckets, batching)
-    assert paddings[edges[1:-1]] <= 1.01 * min(paddings.values())
+    assert paddings[edges[1:-1]] <= min(paddings.values()) * (1 + 1e-9)
 
 
 def test_two_buckets_tell_two_piles_apart():
@@ -122,7 +116,7 @@ def test_two_buckets_tell_two_piles_apart():
 @pytest.mark.parametrize("cap", [8, 64])
 def test_cells_of_large_data_lose_less_than_a_five_hundredth(name, cap):
     lengths = story_lengths(60_000) if name == "story" else family(name, 60_000)
-    widest = {8: 1800, 64: 900}[cap]  # as many widths as an exact table takes half a second for
+    widest = {8: 450, 64: 420}[cap]  # an exact table of more widths takes long
     lengths = np.maximum(lengths.astype(np.int64) * widest // lengths.max(), 1)
     widths, counts = np.unique(lengths, return_counts=True)
     assert widths.size > 1.15 * MOST_CELLS
@@ -238,7 +232,7 @@ def test_edges_follow_from_every_limit():
             {"max_rows": 8},
             {"pad_to": 256},
             {"cost_budget": 30_000.0},
-            {"cost_budget": 30_000.0, "cost_knee": 6000.0},
+            {"cost_budget": 30_000.0, "cost_knee": 60_000.0},
         )
     ]
     assert len(set(others)) == len(others)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_lightning.batching import Batching
-from dflash_lightning.batching.predict import mean_batch, predicted_padding
+from dflash_lightning.batching.buckets import mean_batches
+from dflash_lightning.batching.predict import predicted_padding
 
 TOKENS = {"token_budget": 16_384}
 COST = {"cost_budget": 60_000.0, "cost_knee": 2048.0}
@@ -20,6 +21,17 @@ def foretold(lengths: np.ndarray, batching: Batching, boundaries: tuple[int, ...
     """Efficiency foretold."""
     padded = predicted_padding(lengths, batching, boundaries).sum()
     return float(lengths.sum(dtype=np.int64) / padded)
+
+
+def mean_batch(
+    widths: list[int] | np.ndarray, counts: list[int] | np.ndarray, batching: Batching
+) -> tuple[float, float]:
+    """Mean rows and padded tokens of a batch of the bucket that holds all widths."""
+    own = np.asarray(widths, np.float64)
+    below = np.concatenate([[0.0], np.cumsum(counts)])
+    most = batching.most_rows(np.asarray(widths))
+    rows, padded = mean_batches(below, own, most, np.zeros(1, np.int64), own.size)
+    return float(rows[0]), float(padded[0])
 
 
 def simulated_batch(widths: list[int], counts: list[int], batching: Batching) -> list[float]:
@@ -119,7 +131,7 @@ def test_rows_in_order_of_length_pad_exactly_as_foretold(name, pad_to):
 def test_the_mean_batch_is_that_of_a_long_simulation(widths, counts, limits):
     batching = Batching(**limits)
     found = mean_batch(np.array(widths), np.array(counts), batching)
-    assert found == pytest.approx(true_mean_batch(widths, counts, batching), rel=1e-3)
+    assert found == pytest.approx(true_mean_batch(widths, counts, batching), rel=1e-9)
     assert found == pytest.approx(simulated_batch(widths, counts, batching), rel=0.01)
 
 
@@ -139,8 +151,8 @@ def test_the_mean_batch_is_right_where_rare_rows_are_far_longer_than_the_others(
     rows, padded = mean_batch(np.array(widths), np.array(counts), batching)
     true_rows, true_padded = true_mean_batch(widths, counts, batching)
     tokens = np.dot(widths, counts) / sum(counts)
-    assert tokens * rows / padded == pytest.approx(tokens * true_rows / true_padded, abs=0.002)
-    assert rows == pytest.approx(true_rows, rel=0.002)
+    assert tokens * rows / padded == pytest.approx(tokens * true_rows / true_padded, abs=1e-9)
+    assert rows == pytest.approx(true_rows, rel=1e-9)
 
 
 @FEW
@@ -149,4 +161,4 @@ def test_the_mean_batch_is_that_of_a_walk_from_row_to_row(lengths, spare, max_ro
     batching = Batching(token_budget=64 + spare, max_rows=max_rows, pad_to=pad_to)
     widths, counts = histogram(lengths, batching)
     found = mean_batch(np.array(widths), np.array(counts), batching)
-    assert found == pytest.approx(true_mean_batch(widths, counts, batching), rel=5e-3)
+    assert found == pytest.approx(true_mean_batch(widths, counts, batching), rel=1e-9)
