@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_lightning.batching.buckets import best_boundaries
+from dflash_lightning.batching.measure import MOST_WAITING
 from dflash_lightning.batching.plan import EpochPlan, plan_epoch
 from dflash_lightning.batching.predict import predicted_padding
 from dflash_lightning.batching.report import PlanReport
@@ -127,19 +128,20 @@ def compare(
     best = max(report.efficiency for report in bucketed.values())
     enough = [n for n, r in bucketed.items() if r.efficiency >= best - GOOD_ENOUGH]
     chosen = min(enough, key=lambda n: strategies[n].sort_window)
+    recommended = replace(
+        batching,
+        order="bucketed",
+        sort_window=strategies[chosen].sort_window,
+        deal=_best_deal(reports[chosen]),
+    )
     return Comparison(
         batching=batching,
         plan=plan_epoch(rows, batching, **layout),
         reports=reports,
         name=name,
         efficiency=_efficiency_by_buckets(rows, batching),
-        recommended=replace(
-            batching,
-            order="bucketed",
-            sort_window=strategies[chosen].sort_window,
-            deal="stratified",
-        ),
-        recommendation=_recommendation(strategies[chosen], reports[chosen], reports),
+        recommended=recommended,
+        recommendation=_recommendation(recommended, reports[chosen], reports),
     )
 
 
@@ -180,19 +182,24 @@ def _efficiency_by_buckets(
     return found
 
 
+def _best_deal(report: PlanReport) -> Deal:
+    """Stratified, unless ranks would wait too long for the slowest."""
+    return "aligned" if report.deals["stratified"].waiting_linear > MOST_WAITING else "stratified"
+
+
 def _recommendation(settings: Batching, report: PlanReport, reports: dict[str, PlanReport]) -> str:
     """One sentence: what to set, and what it gives against the alternatives."""
-    smooth, rough = (report.deals[deal].step_std for deal in ("stratified", "aligned"))
+    stds = {name: deal.step_std for name, deal in report.deals.items()}
     at_random = reports["random"].efficiency
     facts = [
         f"{report.efficiency:.1%} of the padded tokens are real (random order {at_random:.1%})",
         f"{report.again:.1%} of batch-mates meet again (sorted {reports['sorted'].again:.0%})",
     ]
-    if smooth > 0 and rough > 1.5 * smooth:
-        facts.append(
-            f"length moves the step loss {rough / smooth:.0f} times less than in aligned steps"
-        )
-    waiting = report.deals["stratified"].waiting_linear - 1
+    if settings.deal == "stratified" and stds["aligned"] > 1.5 * stds["stratified"] > 0:
+        factor = stds["aligned"] / stds["stratified"]
+        facts.append(f"length moves the step loss {factor:.0f} times less than in aligned steps")
+    waiting = report.deals[settings.deal].waiting_linear - 1
     if waiting > 0.005:
         facts.append(f"ranks wait {waiting:.1%} for the slowest")
-    return f"Use sort_window={settings.sort_window} with deal=stratified: {', '.join(facts)}."
+    chosen = f"Use sort_window={settings.sort_window} with deal={settings.deal}"
+    return f"{chosen}: {', '.join(facts)}."

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dflash_lightning.batching.buckets import Floats
 from dflash_lightning.batching.plan import EpochPlan
 
+LEAST_TIMINGS = 8
 CHI2_95 = 3.84  # one degree of freedom
 OUTLIER = 5.0  # robust deviations; a validation or a checkpoint inside a step is no measurement
 KNEES = np.append(np.geomspace(10, 1e7, 600), np.inf)
@@ -55,13 +56,15 @@ class CostFit:
         return {name: value if math.isfinite(value) else None for name, value in values}
 
     def __str__(self) -> str:
-        high = f"{self.high:,.0f}" if math.isfinite(self.high) else "no upper end"
-        knee = f"{self.knee:,.0f}" if math.isfinite(self.knee) else "none: work is linear"
-        c0, c1, scatter = 1e3 * self.seconds_per_step, 1e6 * self.seconds_per_token, self.scatter
+        knee, low, high = (
+            f"{value:,.0f}" if math.isfinite(value) else "infinite"
+            for value in (self.knee, self.low, self.high)
+        )
         return (
-            f"cost_knee {knee} tokens [{self.low:,.0f}, {high}] from {self.timings:,} timings "
-            f"({self.outliers} outliers left out): {c1:.2f} us a padded token, {c0:.1f} ms a step, "
-            f"scatter {1e3 * scatter:.1f} ms"
+            f"cost_knee {knee} tokens, 95 % interval {low} .. {high}, from {self.timings:,} "
+            f"timings ({self.outliers} outliers left out)\n"
+            f"{1e6 * self.seconds_per_token:.2f} us a padded token, "
+            f"{1e3 * self.seconds_per_step:.1f} ms a step, scatter {1e3 * self.scatter:.1f} ms"
         )
 
 
@@ -77,8 +80,8 @@ def fit_cost(padded: npt.ArrayLike, widths: npt.ArrayLike, seconds: npt.ArrayLik
         The fit.
 
     Raises:
-        ValueError: There are fewer than eight timings, they differ in number, one is not finite, or
-            all batches are alike.
+        ValueError: There are fewer than eight timings, they differ in number, a value is not
+            finite, all batches are alike, or time does not rise with the work.
 
     >>> width = np.tile(np.arange(100, 1000, 50), 2)
     >>> rows = np.repeat([2, 3], 18)
@@ -168,33 +171,36 @@ def read_timings(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
 
 def _fit(linear: Floats, quadratic: Floats, seconds: Floats) -> CostFit:
     """Profile the knee over work ``[n, ranks]`` and seconds ``[n]``, without outliers."""
-    if seconds.size < 8 or not np.isfinite(seconds).all():
+    finite = np.isfinite(seconds) & np.isfinite(linear).all(1) & np.isfinite(quadratic).all(1)
+    if seconds.size < LEAST_TIMINGS or not finite.all():
         raise ValueError(
-            f"seconds must be eight or more finite numbers, got {seconds.size} of which "
-            f"{int(np.isfinite(seconds).sum())} finite. Time more steps."
+            f"timings must be {LEAST_TIMINGS} or more and finite, got {seconds.size} of which "
+            f"{int(finite.sum())} finite. Time more steps."
         )
     work = np.stack([(linear + quadratic / knee).max(1) for knee in KNEES])
-    if (np.ptp(work, axis=1) == 0).any():
+    if np.ptp(quadratic / linear) == 0 or (np.ptp(work, axis=1) == 0).any():
         raise ValueError(
             "timed steps must differ in padded tokens and in width; all "
             f"{seconds.size} are alike. Time steps of several buckets."
         )
-    use = np.ones(seconds.size, bool)
-    rest = seconds - _line(work, seconds)[0]
-    rest = rest[(rest**2).sum(1).argmin()]
-    spread = 1.4826 * np.median(np.abs(rest - np.median(rest)))
-    if spread > 0 and (kept := np.abs(rest) <= OUTLIER * spread).sum() >= 8:
-        use = kept
-    time = seconds[use]
-    fitted, c0, c1 = _line(work[:, use], time)
+    use = _not_outlying(work, seconds)
+    work, time = work[:, use], seconds[use]
+    fitted, c0, c1 = _line(work, time, np.ones(time.size))
     squares = ((time - fitted) ** 2).sum(1)
     squares[c1 <= 0] = np.inf  # more work in less time is no model
     best = int(squares.argmin())
+    if c1[best] <= 0:
+        raise ValueError(
+            f"seconds must rise with the work; in these {time.size} timings they do not. Time the "
+            "steps alone, without data loading, on one rank or with deal=aligned."
+        )
     inside = np.flatnonzero(squares <= squares[best] * (1 + CHI2_95 / (time.size - 3)) + 1e-30)
+    # The ends lie between knees of the grid: outwards, so that no knee inside is left out.
+    low, high = max(inside[0] - 1, 0), min(inside[-1] + 1, KNEES.size - 1)
     return CostFit(
         knee=float(KNEES[best]),
-        low=float(KNEES[inside[0]]) if inside[0] else 0.0,
-        high=float(KNEES[inside[-1]]),
+        low=float(KNEES[low]) if low else 0.0,
+        high=float(KNEES[high]),
         seconds_per_token=float(c1[best]),
         seconds_per_step=float(c0[best]),
         timings=time.size,
@@ -203,9 +209,23 @@ def _fit(linear: Floats, quadratic: Floats, seconds: Floats) -> CostFit:
     )
 
 
-def _line(work: Floats, seconds: Floats) -> tuple[Floats, Floats, Floats]:
-    """Least-squares lines through ``[knees, n]`` of work: fitted seconds, intercepts and slopes."""
-    centred = work - work.mean(1, keepdims=True)
-    slope = centred @ (seconds - seconds.mean()) / (centred**2).sum(1)
-    start = seconds.mean() - slope * work.mean(1)
+def _not_outlying(work: Floats, seconds: Floats) -> npt.NDArray[np.bool_]:
+    """Timings near the line of least absolute deviations, the best over a few knees."""
+    some = work[:: KNEES.size // 20]
+    weights = np.ones_like(some)
+    for _ in range(30):  # reweighted least squares come to least absolute deviations
+        rest = np.abs(seconds - _line(some, seconds, weights)[0])
+        weights = 1 / np.maximum(rest, 1e-6 * np.median(seconds))
+    rest = rest[rest.sum(1).argmin()]
+    use = rest <= OUTLIER * max(1.4826 * float(np.median(rest)), 1e-6 * float(np.median(seconds)))
+    return use if use.sum() >= LEAST_TIMINGS else np.ones(seconds.size, bool)
+
+
+def _line(work: Floats, seconds: Floats, weights: Floats) -> tuple[Floats, Floats, Floats]:
+    """Least-squares lines through work ``[knees, n]``: fitted seconds, intercepts and slopes."""
+    weights = weights / weights.sum(-1, keepdims=True)
+    at, mean = (work * weights).sum(1, keepdims=True), (seconds * weights).sum(-1, keepdims=True)
+    centred = (work - at) * weights
+    slope = (centred * (seconds - mean)).sum(1) / (centred * (work - at)).sum(1)
+    start = np.broadcast_to(mean.ravel(), slope.shape) - slope * at[:, 0]
     return start[:, None] + slope[:, None] * work, start, slope

@@ -232,8 +232,10 @@ def deal_steps(
     if deal != "independent":
         order = order[np.argsort(longest[order], kind="stable")]
     full, left = divmod(longest.size, places)
-    # The last, unfilled step takes its batches evenly from all lengths too.
-    late = ((np.arange(left) + 0.5) * longest.size / max(left, 1)).astype(np.int64)
+    if deal == "aligned":  # the last, unfilled step is a run of neighbours too
+        late = int(stream.random_raw() % (full + 1)) * places + np.arange(left)
+    else:  # and otherwise taken evenly from all lengths
+        late = ((np.arange(left) + 0.5) * longest.size / max(left, 1)).astype(np.int64)
     early = np.delete(order, late)
     if deal == "stratified":
         within = np.argsort(stream.random_raw(early.size).reshape(places, full), axis=1)

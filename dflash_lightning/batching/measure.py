@@ -1,9 +1,8 @@
 """Measures a plan: everything that its report holds."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from dflash_lightning.batching.buckets import Floats, Ints, bucket_of
 from dflash_lightning.batching.epoch import CLOSED_BY, Batches, deal_steps, random_stream
@@ -15,6 +14,8 @@ from dflash_lightning.batching.settings import Deal
 BUCKET_GAP = 0.1  # nats between the mean losses of neighbouring buckets, for the step's deviation
 MOST_WIDTHS = 64
 LEAST_FILL = 0.8
+MOST_AGAIN = 0.5
+MOST_WAITING = 1.25
 _COMPARED = 2**32  # part of the random stream that deals for comparison only
 
 
@@ -41,6 +42,7 @@ def report_plan(plan: EpochPlan) -> PlanReport:
     tokens = np.add.reduceat(plan.lengths[batches.rows], batches.offsets[:-1], dtype=np.int64)
     buckets = _bucket_reports(plan, batches, widths)
     total, budget = int(padded.sum()), plan.batching.token_budget
+    deals = _deal_reports(plan)
     closed = np.bincount(batches.closed_by, minlength=len(CLOSED_BY)) / len(batches)
     values = {
         "rows": batches.rows.size,
@@ -64,10 +66,10 @@ def report_plan(plan: EpochPlan) -> PlanReport:
         predicted=int(tokens.sum()) / float(predicted),
         lag1=_lag1(plan, tokens / sizes),
         deal=plan.batching.deal,
-        deals=_deal_reports(plan, batches, longest),
+        deals=deals,
         random_step_std=_random_step_std(plan, batches),
         buckets=buckets,
-        warnings=_warnings(plan, values, buckets),
+        warnings=_warnings(plan, values, buckets, deals[plan.batching.deal]),
     )
 
 
@@ -78,13 +80,18 @@ def _title(plan: EpochPlan, batches: Batches) -> str:
         if b.order != "bucketed"
         else f"{plan.num_buckets} buckets, sort_window={b.sort_window}"
     )
-    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    rows, count, steps, ranks = (
+        f"{number:,} {name}{'es' if name == 'batch' else 's'}" if number > 1 else f"1 {name}"
+        for number, name in (
+            (batches.rows.size, "row"),
+            (len(batches), "batch"),
+            (plan.num_steps, "step"),
+            (plan.world_size, "rank"),
+        )
+    )
     if plan.accumulate > 1:
         ranks += f" x {plan.accumulate} accumulated"
-    return (
-        f"Epoch {plan.epoch}: {batches.rows.size:,} rows in {len(batches):,} batches, "
-        f"{plan.num_steps:,} steps on {ranks} ({how})"
-    )
+    return f"Epoch {plan.epoch}: {rows} in {count}, {steps} on {ranks} ({how})"
 
 
 def _bucket_reports(plan: EpochPlan, batches: Batches, widths: Ints) -> tuple[BucketReport, ...]:
@@ -124,21 +131,14 @@ def _lag1(plan: EpochPlan, mean_length: Floats) -> float:
     whole = mean_length.size // plan.places * plan.places
     ranks = mean_length[:whole].reshape(-1, plan.world_size)
     before, after = ranks[:-1].ravel(), ranks[1:].ravel()
-    if before.size < 2 or before.std() == 0 or after.std() == 0:
+    if before.size < 2 or min(before.std(), after.std()) < 1e-9 * mean_length.mean():
         return 0.0
     return float(np.corrcoef(before, after)[0, 1])
 
 
 def _again(plan: EpochPlan, batches: Batches) -> float:
     """Share of the pairs of batch-mates that share a batch in the next epoch's plan."""
-    following = plan_epoch(
-        plan.lengths,
-        plan.batching,
-        seed=plan.seed,
-        epoch=plan.epoch + 1,
-        world_size=plan.world_size,
-        accumulate=plan.accumulate,
-    ).batches
+    following = _next_epoch(plan).batches
     later = np.empty(plan.lengths.size, np.int64)
     later[following.rows] = np.repeat(np.arange(len(following)), following.sizes)
     now = np.repeat(np.arange(len(batches)), batches.sizes)
@@ -147,42 +147,48 @@ def _again(plan: EpochPlan, batches: Batches) -> float:
     return float((both * (both - 1)).sum() / pairs) if pairs else 0.0
 
 
-def _deal_reports(
-    plan: EpochPlan, batches: Batches, longest: npt.NDArray[np.int32]
-) -> dict[str, DealReport]:
-    """The plan's own steps, and the same batches under the other deals."""
-    widths = plan.batching.padded(longest)
-    work = np.stack([widths * batches.sizes, plan.batching.cost(widths) * batches.sizes], axis=1)
-    losses = _losses(plan, batches)
+def _next_epoch(plan: EpochPlan) -> EpochPlan:
+    """The following epoch; on one rank where a restart's layout is too wide for whole epochs."""
+    key = {"seed": plan.seed, "epoch": plan.epoch + 1}
+    layout = {"world_size": plan.world_size, "accumulate": plan.accumulate}
+    try:
+        return plan_epoch(plan.lengths, plan.batching, **key, **layout)
+    except ValueError:
+        return plan_epoch(plan.lengths, plan.batching, **key)
+
+
+def _deal_reports(plan: EpochPlan) -> dict[str, DealReport]:
+    """The plan's own steps, and the same batches under the other deals (whole steps only)."""
+    widths, sizes = plan.batching.padded(plan.longest), plan.batches.sizes
+    work = np.stack([widths * sizes, plan.batching.cost(widths) * sizes], axis=1)
+    losses = _losses(plan)
+    filled = np.flatnonzero(sizes)
     reports = {}
     for deal in get_args(Deal):
-        order = np.arange(len(batches))
-        if deal != plan.batching.deal:
+        order = np.arange(sizes.size)
+        if deal != plan.batching.deal and filled.size >= plan.places:
             stream = random_stream(plan.seed, plan.epoch, part=_COMPARED)
-            order = deal_steps(longest, deal, stream, places=plan.places)
-        steps = max(order.size // plan.places, 1)
-        order = order[: steps * plan.places]
-        if order.size < plan.places:  # fewer rows than places
-            order = np.arange(len(batches))
-            per_rank = work[order][:, None]
-        else:
-            shape = (steps, plan.accumulate, plan.world_size, 2)
-            per_rank = work[order].reshape(shape).sum(1)
+            order = filled[deal_steps(plan.longest[filled], deal, stream, places=plan.places)]
+            order = order[: order.size // plan.places * plan.places]
+        shape = (-1, plan.accumulate, plan.world_size, 2)
+        per_rank = work[order].reshape(shape).sum(1)
         linear, quadratic = (per_rank.max(1) / per_rank.mean(1)).mean(0).tolist()
-        total = losses[order].reshape(steps, -1, 2).sum(1)
+        loss, tokens = losses[order].reshape(-1, plan.places, 2).sum(1).T
         reports[deal] = DealReport(
             waiting_linear=linear,
             waiting_quadratic=quadratic,
-            step_std=float((total[:, 0] / total[:, 1]).std()),
+            step_std=float((loss / tokens).std()),
         )
     return reports
 
 
-def _losses(plan: EpochPlan, batches: Batches) -> Floats:
+def _losses(plan: EpochPlan) -> Floats:
     """Sum over real tokens of the bucket's assumed loss, and real tokens, ``[batches, 2]``."""
-    lengths = plan.lengths[batches.rows].astype(np.float64)
-    loss = BUCKET_GAP * bucket_of(plan.lengths[batches.rows], plan.boundaries)
-    return np.add.reduceat(np.stack([lengths * loss, lengths], axis=1), batches.offsets[:-1])
+    lengths = plan.lengths[plan.batches.rows]
+    loss = BUCKET_GAP * bucket_of(lengths, plan.boundaries)
+    batch = np.repeat(np.arange(len(plan.batches)), plan.batches.sizes)
+    sums = [np.bincount(batch, w, len(plan.batches)) for w in (lengths * loss, lengths)]
+    return np.stack(sums, axis=1, dtype=np.float64)
 
 
 def _random_step_std(plan: EpochPlan, batches: Batches) -> float:
@@ -197,7 +203,9 @@ def _random_step_std(plan: EpochPlan, batches: Batches) -> float:
     return float(np.sqrt(np.mean((lengths * (loss - mean)) ** 2) / rows) / lengths.mean())
 
 
-def _warnings(plan: EpochPlan, values: dict, buckets: tuple[BucketReport, ...]) -> tuple[str, ...]:
+def _warnings(
+    plan: EpochPlan, values: dict[str, Any], buckets: tuple[BucketReport, ...], deal: DealReport
+) -> tuple[str, ...]:
     """What looks wrong, each with its remedy."""
     found = []
     if values["fill"] < LEAST_FILL:
@@ -229,9 +237,15 @@ def _warnings(plan: EpochPlan, values: dict, buckets: tuple[BucketReport, ...]) 
             f"{values['widths']:,} distinct widths: attention that is compiled per shape would be "
             f"compiled for each; for it, pad_to={grid} leaves at most {MOST_WIDTHS}."
         )
-    if values["again"] > 0.5:
+    if values["again"] > MOST_AGAIN:
+        remedy = "use order=bucketed" if plan.batching.order == "sorted" else "lower num_buckets"
         found.append(
-            f"again {values['again']:.2f}: most rows meet the same batch-mates every epoch; use "
-            "order=bucketed."
+            f"again {values['again']:.2f}: most rows meet the same batch-mates every epoch; "
+            f"{remedy}."
+        )
+    if deal.waiting_linear > MOST_WAITING:
+        found.append(
+            f"waiting {deal.waiting_linear:.2f}: ranks idle while the slowest works; use "
+            "deal=aligned, or raise max_rows so that batches reach the token budget."
         )
     return tuple(found)

@@ -37,6 +37,12 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     _draw_efficiency(right, comparison)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+    endings = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in endings:
+        raise ValueError(
+            f"plot must end in one of {', '.join(sorted(endings))}, got {path}. Use .png."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
 
 

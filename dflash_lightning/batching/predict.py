@@ -49,7 +49,8 @@ def _padded_in_bucket(rising: npt.NDArray[np.int32], windows: int, batching: Bat
     rows = max(rising.size // windows, 1)
     window = rising[((np.arange(rows) + 0.5) / rows * rising.size).astype(np.int64)]
     pair = np.concatenate([window, window[::-1]])
-    return _padded_in_order(pair, batching) * rising.size / pair.size
+    tokens = rising.sum(dtype=np.int64) / pair.sum(dtype=np.int64)
+    return _padded_in_order(pair, batching) * float(tokens)
 
 
 def _padded_in_order(lengths: npt.NDArray[np.int32], batching: Batching) -> int:

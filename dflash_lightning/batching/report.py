@@ -8,7 +8,7 @@ from dflash_lightning.batching.settings import Deal
 from dflash_lightning.batching.table import Table
 
 DEALS = (
-    "Waiting: slowest / mean rank, linear and quadratic cost. "
+    "Waiting: slowest / mean rank, linear and quadratic. "
     "Step std: of the loss, were buckets 0.1 apart."
 )
 
@@ -129,12 +129,13 @@ class PlanReport:
     def tables(self) -> list[Table]:
         """The report as tables: the whole, the deals, the buckets."""
         closed = ", ".join(
-            f"{name} {share:.1%}" for name, share in self.closed_by.items() if share > 5e-4
+            f"{name} {share:.0%}" for name, share in self.closed_by.items() if share > 0.005
         )
         whole = [
             ("efficiency", f"{self.efficiency:.3f}", "real / padded tokens"),
             ("predicted", f"{self.predicted:.3f}", "the same, foretold from the lengths"),
-            ("fill", f"{self.fill:.3f}", f"padded tokens / budget; closed by {closed}"),
+            ("fill", f"{self.fill:.3f}", "padded tokens / budget of all batches"),
+            ("closed by", "", closed),
             ("peak", f"{self.peak:.3f}", "largest batch / budget"),
             ("widths", f"{self.widths:,}", f"distinct; {self.shapes:,} of rows x width"),
             ("lag-1", f"{self.lag1:.3f}", "correlation of consecutive batch lengths of a rank"),

@@ -115,12 +115,21 @@ def read_lengths(path: Path, val_fraction: float = 0.0) -> np.ndarray:
             f"lengths must be a .npy file of row lengths or a folder written by prepare; there is "
             f"none at {path}."
         )
+    if val_fraction:
+        raise ValueError(
+            f"val_fraction is for a store, got {val_fraction} with the file {path}. Leave it out."
+        )
     try:
         values = np.load(path, allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(
             f"lengths {path} must be a .npy file: {error}. Write it with numpy.save."
         ) from error
+    if not isinstance(values, np.ndarray):
+        raise ValueError(
+            f"lengths {path} must be a .npy file with one array, got an archive of several. Write "
+            "it with numpy.save."
+        )
     return checked_lengths(values)
 
 
@@ -161,6 +170,8 @@ def _fit_ledger(
     layout: dict[str, int],
 ) -> CostFit:
     """Fit to the steps of the ledger's first epoch that match the plan of these settings."""
+    if not table["epoch"].size:
+        raise ValueError(f"timings {path} must hold timed steps, got none. Let the run go on.")
     epoch = int(table["epoch"].min())
     before = sum(plan_epoch(lengths, batching, epoch=e, **layout).num_steps for e in range(epoch))
     plan = plan_epoch(lengths, batching, epoch=epoch, **layout)

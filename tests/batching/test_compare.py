@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from dflash_lightning.batching import Batching, plan_epoch
 from dflash_lightning.batching.buckets import best_boundaries
 from dflash_lightning.batching.compare import GOOD_ENOUGH, Comparison, compare
+from dflash_lightning.batching.measure import MOST_WAITING
 from dflash_lightning.batching.predict import predicted_padding
 
 SMALL = {"token_budget": 9000, "max_rows": 12}
 KINDS = ("log-normal", "heavy tail", "two piles", "uniform")
 STANDARD = ("sorted", "random", "bucketed, window 0", "bucketed, window 32", "bucketed, window 64")
 SENTENCE = re.compile(
-    r"Use sort_window=(\d+) with deal=stratified: ([\d.]+)% of the padded tokens are real "
-    r"\(random order ([\d.]+)%\), ([\d.]+)% of batch-mates meet again \(sorted (\d+)%\)"
+    r"Use sort_window=(\d+) with deal=(stratified|aligned): ([\d.]+)% of the padded tokens are "
+    r"real \(random order ([\d.]+)%\), ([\d.]+)% of batch-mates meet again \(sorted (\d+)%\)"
     r"(?:, length moves the step loss (\d+) times less than in aligned steps)?"
     r"(?:, ranks wait ([\d.]+)% for the slowest)?\."
 )
@@ -128,14 +129,16 @@ def test_the_recommendation_is_one_sentence_whose_settings_reach_what_it_says(
     told = SENTENCE.fullmatch(found.recommendation)
     assert told, found.recommendation
     assert found.recommended == dataclasses.replace(
-        batching, order="bucketed", sort_window=int(told[1]), deal="stratified"
+        batching, order="bucketed", sort_window=int(told[1]), deal=told[2]
     )
+    waiting = found.reports[f"bucketed, window {told[1]}"].deals["stratified"].waiting_linear
+    assert told[2] == ("aligned" if waiting > MOST_WAITING else "stratified")
     report = plan_epoch(lengths, found.recommended, seed=0, epoch=0, world_size=4).report()
     # The deal decides which batches are halved at the end, and nothing else of these numbers.
-    assert float(told[2]) == pytest.approx(100 * report.efficiency, abs=0.1)
-    assert float(told[4]) == pytest.approx(100 * report.again, abs=0.3)
-    assert told[3] == f"{100 * found.reports['random'].efficiency:.1f}"
-    assert told[5] == f"{100 * found.reports['sorted'].again:.0f}"
+    assert float(told[3]) == pytest.approx(100 * report.efficiency, abs=0.1)
+    assert float(told[5]) == pytest.approx(100 * report.again, abs=0.3)
+    assert told[4] == f"{100 * found.reports['random'].efficiency:.1f}"
+    assert told[6] == f"{100 * found.reports['sorted'].again:.0f}"
     assert found.recommendation in repr(found)
 
 

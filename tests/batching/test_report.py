@@ -137,7 +137,7 @@ def waiting_by_hand(plan: EpochPlan, steps: list[list[list[int]]], *, quadratic:
     for step in steps:
         work = [0.0] * plan.world_size
         for place, batch in enumerate(step):
-            width = width_of(plan, batch)
+            width = width_of(plan, batch) if batch else 0
             padded = len(batch) * width
             factor = 1 + width / plan.batching.cost_knee if quadratic else 1
             work[place % plan.world_size] += padded * factor
@@ -674,7 +674,7 @@ def test_deals_are_compared_only_where_a_step_has_several_batches(
 @pytest.mark.parametrize("order", ["sorted", "random"])
 def test_the_title_of_a_plan_without_buckets_names_its_order(order: str) -> None:
     report = plan_of([5, 6, 7], Batching(order=order)).report()
-    assert repr(report).startswith("Epoch 0: 3 rows in 1 batches, 1 steps on 1 rank (")
+    assert repr(report).startswith("Epoch 0: 3 rows in 1 batch, 1 step on 1 rank (")
     assert report.title.endswith(f"({order})")
 
 
@@ -775,10 +775,8 @@ def test_the_report_of_a_rest_counts_the_remaining_rows_only(plan: EpochPlan) ->
     assert [bucket_of_report(report, k) for k in range(plan.num_buckets)] == [
         close(bucket_by_hand(plan, k)) for k in range(plan.num_buckets)
     ]
-    steps = whole_steps(plan)
-    if steps:
-        own = dataclasses.asdict(report.deals[report.deal])
-        assert own == close(deal_by_hand(plan, steps))
+    own = dataclasses.asdict(report.deals[report.deal])
+    assert own == close(deal_by_hand(plan, steps_of(plan)))
     assert json.dumps(report.to_dict(), allow_nan=False)
     assert "nan" not in repr(report)
 
@@ -789,7 +787,7 @@ def test_a_step_with_places_that_have_no_rows_is_reported() -> None:
     assert sum(not batch for batch in batches_of(rest)) == 1
     report = rest.report()
     assert (report.rows, report.batches, report.steps) == (3, 3, 1)
-    assert "3 rows in 3 batches, 1 steps on 4 ranks" in repr(report)
+    assert "3 rows in 3 batches, 1 step on 4 ranks" in repr(report)
 
 
 def test_a_rest_is_reported_under_more_places_than_the_data_has_rows() -> None:
