@@ -72,10 +72,8 @@ class TokenProgressBar(ProgressBar):
         """Open the bar over all tokens that the run will see."""
         module, data = parts(trainer)
         self.total_steps = module.total_steps()
-        epochs = max(trainer.max_epochs or 1, 1)  # -1 where max_steps alone ends the run
-        planned, tokens = data.num_steps(epochs), data.tokens_per_epoch * epochs
         self.bar = tqdm(
-            total=tokens * self.total_steps // planned,
+            total=data.num_tokens(self.total_steps),
             unit="tok",
             unit_scale=True,
             smoothing=0.05,

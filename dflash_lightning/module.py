@@ -303,5 +303,5 @@ class DFlashModule(L.LightningModule):
                     "the run. Set max_epochs."
                 )
             return trainer.max_steps
-        planned = trainer.datamodule.num_steps(epochs)
-        return planned if trainer.max_steps == -1 else min(planned, trainer.max_steps)
+        at_most = None if trainer.max_steps == -1 else trainer.max_steps
+        return trainer.datamodule.num_steps(epochs, at_most=at_most)

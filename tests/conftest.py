@@ -25,6 +25,12 @@ SPECIAL = ["<|pad|>", "<|start|>", "<|end|>", "<|mask|>"]
 MASK_ID = 3
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave benchmarks out unless they are asked for, whatever else is chosen."""
+    if "benchmark" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("benchmark")]
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes as tokens, four special ones before them, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

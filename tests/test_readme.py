@@ -103,6 +103,7 @@ def test_every_python_block_of_the_readme_runs(code: str, tmp_path: Path, cache:
 
 def test_the_readme_names_the_test_command_of_the_gate() -> None:
     assert "pytest" in (ROOT / ".ci" / "run").read_text()
+    assert not re.findall(r"^[A-Z_]{8,}$", README, flags=re.MULTILINE)
     assert any("pip install -e '.[dev,plot]' && pytest" in block for block in blocks("bash"))
 
 

@@ -31,7 +31,7 @@ class Comparison:
         plan: The plan they make.
         reports: One per strategy.
         name: The strategy that ``batching`` is.
-        efficiency: Efficiency foretold for 1 to 16 buckets: under the optimal boundaries without
+        efficiency: Efficiency predicted for 1 to 16 buckets: under the optimal boundaries without
             sort windows (``optimal``) and with those of ``batching`` (``windows``), and under
             boundaries of equal token mass without windows (``equal_mass``), the usual choice.
         recommended: The settings to take.
@@ -123,7 +123,7 @@ def compare(
     strategies = _strategies(asked)
     for name in progress(list(strategies)):
         reports[name] = plan_epoch(rows, strategies[name], **layout).report()
-    name = next(name for name, settings in strategies.items() if settings == asked)
+    own = next(name for name, settings in strategies.items() if settings == asked)
     bucketed = {n: r for n, r in reports.items() if strategies[n].order == "bucketed"}
     best = max(report.efficiency for report in bucketed.values())
     enough = [n for n, r in bucketed.items() if r.efficiency >= best - GOOD_ENOUGH]
@@ -138,7 +138,7 @@ def compare(
         batching=batching,
         plan=plan_epoch(rows, batching, **layout),
         reports=reports,
-        name=name,
+        name=own,
         efficiency=_efficiency_by_buckets(rows, batching),
         recommended=recommended,
         recommendation=_recommendation(recommended, reports[chosen], reports),
@@ -162,7 +162,7 @@ def _strategies(batching: Batching) -> dict[str, Batching]:
 def _efficiency_by_buckets(
     lengths: npt.NDArray[np.int32], batching: Batching
 ) -> dict[str, dict[int, float]]:
-    """Foretold efficiency for each number of buckets under three choices of boundaries."""
+    """Predicted efficiency for each number of buckets under three choices of boundaries."""
     plain = replace(batching, order="bucketed", boundaries=None, sort_window=0)
     windows = replace(plain, sort_window=batching.sort_window)
     rising = np.sort(lengths)

@@ -21,6 +21,7 @@ from dflash_lightning.batching.buckets import Floats
 from dflash_lightning.batching.plan import EpochPlan
 
 LEAST_TIMINGS = 8
+MOST_TIMINGS = 5000  # evenly chosen from more: the table of knees would not fit the memory
 CHI2_95 = 3.84  # one degree of freedom
 OUTLIER = 5.0  # robust deviations; a validation or a checkpoint inside a step is no measurement
 KNEES = np.append(np.geomspace(10, 1e7, 600), np.inf)
@@ -112,7 +113,9 @@ def fit_cost_of_steps(plan: EpochPlan, steps: npt.ArrayLike, seconds: npt.ArrayL
     Raises:
         ValueError: As ``fit_cost``, or the plan lacks a step.
     """
-    chosen = np.asarray(steps, np.int64)
+    chosen = np.asarray(steps)
+    if chosen.dtype.kind not in "iu":
+        raise ValueError(f"steps must be integers, got dtype {chosen.dtype}. Count them from 0.")
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < plan.num_steps:
         raise ValueError(
             f"steps must lie in 0..{plan.num_steps - 1}, got {chosen.min()}..{chosen.max()}. Give "
@@ -153,7 +156,7 @@ def read_timings(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"timings must be a CSV file; there is none at {path}.")
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(line for line in file if not line.startswith("#"))
         names = [name for name in columns if name in (reader.fieldnames or ())]
         lines = [[line[name] for name in names] for line in reader]
@@ -177,8 +180,15 @@ def _fit(linear: Floats, quadratic: Floats, seconds: Floats) -> CostFit:
             f"timings must be {LEAST_TIMINGS} or more and finite, got {seconds.size} of which "
             f"{int(finite.sum())} finite. Time more steps."
         )
+    if linear.max(1).min() <= 0:
+        raise ValueError(
+            f"timed steps must have padded tokens, got {linear.max(1).min():.0f} in step "
+            f"{int(linear.max(1).argmin())}. Leave such steps out."
+        )
+    some = np.unique(np.linspace(0, seconds.size - 1, MOST_TIMINGS).astype(np.int64))
+    linear, quadratic, seconds = linear[some], quadratic[some], seconds[some]
     work = np.stack([(linear + quadratic / knee).max(1) for knee in KNEES])
-    if np.ptp(quadratic / linear) == 0 or (np.ptp(work, axis=1) == 0).any():
+    if np.ptp(quadratic.max(1) / linear.max(1)) == 0 or (np.ptp(work, axis=1) == 0).any():
         raise ValueError(
             "timed steps must differ in padded tokens and in width; all "
             f"{seconds.size} are alike. Time steps of several buckets."

@@ -1,6 +1,6 @@
 """How an epoch is made: rows shuffled, sorted in windows, cut into batches, dealt into steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,13 @@ class Batches:
         offsets: Where each batch starts, and the end of the last, int64 ``[batches + 1]``. A batch
             without rows holds a place of a step that there was no row for.
         closed_by: Index into ``CLOSED_BY``, uint8 ``[batches]``.
+        longest_first: Whether buckets and order were given up, since rows were too few.
     """
 
     rows: npt.NDArray[np.int32]
     offsets: Ints
     closed_by: npt.NDArray[np.uint8]
+    longest_first: bool = False
 
     def __len__(self) -> int:
         return self.offsets.size - 1
@@ -52,7 +54,9 @@ class Batches:
         sizes = self.sizes[order]
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         source = np.repeat(self.offsets[order] - offsets[:-1], sizes) + np.arange(offsets[-1])
-        return Batches(self.rows[source], offsets, self.closed_by[order])
+        return replace(
+            self, rows=self.rows[source], offsets=offsets, closed_by=self.closed_by[order]
+        )
 
 
 def random_stream(seed: int, epoch: int, part: int = 0) -> np.random.Philox:
@@ -97,6 +101,7 @@ def cut_epoch(
     if rounded_up(len(batches), places) > rows.size:
         longest_first = np.argsort(-lengths, kind="stable").astype(np.int32)
         batches = cut_batches(longest_first, lengths, [rows.size], batching)
+        batches = replace(batches, longest_first=True)
     return batches if rounded_up(len(batches), places) <= rows.size else None
 
 
@@ -123,7 +128,7 @@ def cut_batches(
     """
     widths = batching.padded(lengths[rows])
     most = batching.most_rows(widths)
-    counts = np.arange(1, most.max(initial=1) + 1)
+    counts = np.arange(1, min(most.max(initial=1), rows.size) + 1)
     offsets = [0]
     start = 0
     for run_end in run_ends:
@@ -279,10 +284,10 @@ def fill_last_step(batches: Batches, *, places: int) -> Batches:
         offsets = np.concatenate([offsets[:first], tail])
         closed = np.concatenate([closed[:first], tail_closed])
     empty = wanted - (offsets.size - 1)
-    return Batches(
-        batches.rows,
-        np.append(offsets, np.full(empty, offsets[-1])),
-        np.append(closed, np.full(empty, _SPLIT, np.uint8)),
+    return replace(
+        batches,
+        offsets=np.append(offsets, np.full(empty, offsets[-1])),
+        closed_by=np.append(closed, np.full(empty, _SPLIT, np.uint8)),
     )
 
 

@@ -9,7 +9,7 @@ from dflash_lightning.batching.epoch import CLOSED_BY, Batches, deal_steps, rand
 from dflash_lightning.batching.plan import EpochPlan, plan_epoch
 from dflash_lightning.batching.predict import predicted_padding
 from dflash_lightning.batching.report import BucketReport, DealReport, PlanReport
-from dflash_lightning.batching.settings import Deal
+from dflash_lightning.batching.settings import Batching, Deal
 
 BUCKET_GAP = 0.1  # nats between the mean losses of neighbouring buckets, for the step's deviation
 MOST_WIDTHS = 64
@@ -34,7 +34,8 @@ def report_plan(plan: EpochPlan) -> PlanReport:
     batches = plan.batches.take(np.flatnonzero(plan.batches.sizes))
     if not len(batches):
         raise ValueError(
-            f"a report needs rows, but the epoch was over after {plan.done}. Report the next epoch."
+            "a report needs rows, but this epoch is over: all its rows are delivered. Report the "
+            "next epoch."
         )
     longest = batches.longest(plan.lengths)
     widths, sizes = plan.batching.padded(longest), batches.sizes
@@ -74,12 +75,12 @@ def report_plan(plan: EpochPlan) -> PlanReport:
 
 
 def _title(plan: EpochPlan, batches: Batches) -> str:
-    b = plan.batching
-    how = (
-        b.order
-        if b.order != "bucketed"
-        else f"{plan.num_buckets} buckets, sort_window={b.sort_window}"
-    )
+    """What was planned, in words."""
+    how = plan.batching.order
+    if batches.longest_first:
+        how = "longest first"
+    elif how == "bucketed":
+        how = f"{plan.num_buckets} buckets, sort_window={plan.batching.sort_window}"
     rows, count, steps, ranks = (
         f"{number:,} {name}{'es' if name == 'batch' else 's'}" if number > 1 else f"1 {name}"
         for number, name in (
@@ -105,10 +106,10 @@ def _bucket_reports(plan: EpochPlan, batches: Batches, widths: Ints) -> tuple[Bu
     led = bucket_of(batches.longest(plan.lengths), plan.boundaries)
     led_batches = np.bincount(led, minlength=count)
     led_rows, led_width = (np.bincount(led, w, count) for w in (batches.sizes, widths))
-    foretold: list[float | None] = [None] * count
+    expected_share: list[float | None] = [None] * count
     if plan.batching.order == "bucketed":
         expected = predicted_padding(np.sort(lengths), plan.batching, plan.boundaries)
-        foretold = (tokens / np.maximum(expected, 1)).tolist()
+        expected_share = (tokens / np.maximum(expected, 1)).tolist()
     return tuple(
         BucketReport(
             low=plan.boundaries[k],
@@ -118,9 +119,9 @@ def _bucket_reports(plan: EpochPlan, batches: Batches, widths: Ints) -> tuple[Bu
             batches=int(led_batches[k]),
             batch_rows=float(led_rows[k] / led_batches[k]) if led_batches[k] else None,
             batch_width=float(led_width[k] / led_batches[k]) if led_batches[k] else None,
-            mean_length=float(tokens[k] / max(rows[k], 1)),
-            efficiency=float(tokens[k] / padded[k]) if rows[k] else 1.0,
-            predicted=foretold[k] if rows[k] else None,
+            mean_length=float(tokens[k] / rows[k]) if rows[k] else None,
+            efficiency=float(tokens[k] / padded[k]) if rows[k] else None,
+            predicted=expected_share[k] if rows[k] else None,
         )
         for k in range(count)
     )
@@ -154,6 +155,8 @@ def _next_epoch(plan: EpochPlan) -> EpochPlan:
     try:
         return plan_epoch(plan.lengths, plan.batching, **key, **layout)
     except ValueError:
+        if not plan.done:
+            raise
         return plan_epoch(plan.lengths, plan.batching, **key)
 
 
@@ -166,7 +169,7 @@ def _deal_reports(plan: EpochPlan) -> dict[str, DealReport]:
     reports = {}
     for deal in get_args(Deal):
         order = np.arange(sizes.size)
-        if deal != plan.batching.deal and filled.size >= plan.places:
+        if deal != plan.batching.deal and filled.size >= plan.places > 1:
             stream = random_stream(plan.seed, plan.epoch, part=_COMPARED)
             order = filled[deal_steps(plan.longest[filled], deal, stream, places=plan.places)]
             order = order[: order.size // plan.places * plan.places]
@@ -208,44 +211,60 @@ def _warnings(
 ) -> tuple[str, ...]:
     """What looks wrong, each with its remedy."""
     found = []
+    batching = plan.batching
+    limit = max(CLOSED_BY, key=values["closed_by"].get)
+    if plan.batches.longest_first:
+        found.append(
+            f"rows are too few for {plan.places} batches a step: they are batched longest first, "
+            "alike in every epoch; lower world_size or accumulate, or add rows."
+        )
     if values["fill"] < LEAST_FILL:
-        limit = max(CLOSED_BY, key=values["closed_by"].get)
-        remedy = {
-            "token_budget": "rows are long for the budget: raise token_budget",
-            "max_rows": "raise max_rows, or lower token_budget to what is used",
-            "cost_budget": "raise cost_budget, or lower token_budget to what is used",
-            "bucket end": "lower num_buckets",
-            "split": "lower world_size or accumulate, or add rows",
-        }[limit]
         found.append(
             f"fill {values['fill']:.2f}: {values['closed_by'][limit]:.0%} of the batches were "
-            f"closed by {limit}; {remedy}."
+            f"closed by {limit}; {_fill_remedy(limit, batching)}."
         )
-    needed = plan.lengths[plan.batches.rows]
-    batches = 1 / plan.batching.most_rows(plan.batching.padded(needed))
-    per_bucket = np.bincount(bucket_of(needed, plan.boundaries), batches, plan.num_buckets)
-    if plan.batching.order == "bucketed":
+    if batching.order == "bucketed" and not plan.done:
+        batches = 1 / batching.most_rows(batching.padded(plan.lengths))
+        bucket = bucket_of(plan.lengths, plan.boundaries)
         found += [
             f"bucket ({b.low}, {b.high}] holds {b.rows} rows, less than one batch: lower "
             "num_buckets, or leave out one of its boundaries."
-            for b, count in zip(buckets, per_bucket, strict=True)
+            for b, count in zip(
+                buckets, np.bincount(bucket, batches, plan.num_buckets), strict=True
+            )
             if count < 1
         ]
-    if values["widths"] > MOST_WIDTHS:
-        grid = 1 << (-(-int(needed.max()) // MOST_WIDTHS) - 1).bit_length()
-        found.append(
-            f"{values['widths']:,} distinct widths: attention that is compiled per shape would be "
-            f"compiled for each; for it, pad_to={grid} leaves at most {MOST_WIDTHS}."
-        )
-    if values["again"] > MOST_AGAIN:
-        remedy = "use order=bucketed" if plan.batching.order == "sorted" else "lower num_buckets"
+    if values["again"] > MOST_AGAIN and not plan.batches.longest_first:
+        remedy = "use order=bucketed" if batching.order == "sorted" else "lower num_buckets"
         found.append(
             f"again {values['again']:.2f}: most rows meet the same batch-mates every epoch; "
             f"{remedy}."
         )
     if deal.waiting_linear > MOST_WAITING:
+        remedy = "raise max_rows" if limit == "max_rows" else "lower world_size, or add rows"
+        if batching.deal != "aligned":
+            remedy = f"use deal=aligned, or {remedy}"
         found.append(
-            f"waiting {deal.waiting_linear:.2f}: ranks idle while the slowest works; use "
-            "deal=aligned, or raise max_rows so that batches reach the token budget."
+            f"waiting {deal.waiting_linear:.2f}: ranks idle while the slowest works; {remedy}."
+        )
+    if values["widths"] > MOST_WIDTHS:
+        grid = 1 << (-(-int(plan.longest.max()) // MOST_WIDTHS) - 1).bit_length()
+        found.append(
+            f"{values['widths']:,} widths, {values['shapes']:,} shapes of rows x width: attention "
+            f"that is compiled per shape would be compiled for each; for it, pad_to={grid} leaves "
+            f"at most {MOST_WIDTHS} widths."
         )
     return tuple(found)
+
+
+def _fill_remedy(limit: str, batching: Batching) -> str:
+    """What to do where most batches were closed early by a limit."""
+    if limit == "token_budget" and batching.order == "random":
+        return "long and short rows share batches: use order=bucketed"
+    return {
+        "token_budget": "rows are long for the budget: raise token_budget",
+        "max_rows": "raise max_rows, or lower token_budget to what is used",
+        "cost_budget": "raise cost_budget, or lower token_budget to what is used",
+        "bucket end": "lower num_buckets",
+        "split": "lower world_size or accumulate, or add rows",
+    }[limit]

@@ -14,16 +14,45 @@ BINS = 128
 INK, REAL, PADDING, PLAIN = "#333333", "#4477aa", "#cc3311", "#ee9988"
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draw tokens by row length with boundaries and padding, and efficiency by number of buckets.
+def check_plot(path: Path) -> None:
+    """Refuse a picture that could not be written.
 
     Args:
-        comparison: What to draw.
         path: The picture to write; its ending names the format.
 
     Raises:
         ValueError: matplotlib is not installed, or the ending names no format.
     """
+    endings = _empty_figure(path).canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in endings:
+        raise ValueError(
+            f"plot must end in one of {', '.join(sorted(endings))}, got {path}. Use .png."
+        )
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Draw tokens by row length with boundaries and padding, and efficiency by number of buckets.
+
+    Args:
+        comparison: What to draw.
+        path: The picture to write, with the folder it goes to.
+
+    Raises:
+        ValueError: As ``check_plot``.
+    """
+    check_plot(path)
+    figure = _empty_figure(path)
+    left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
+    _draw_tokens(left, comparison)
+    _draw_efficiency(right, comparison)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+
+
+def _empty_figure(path: Path) -> Any:
+    """A figure of matplotlib, which is imported only here."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -31,19 +60,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
             f"plot {path} needs matplotlib, which is not installed: pip install "
             "'dflash-lightning[plot]'."
         ) from error
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
-    _draw_tokens(left, comparison)
-    _draw_efficiency(right, comparison)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    endings = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in endings:
-        raise ValueError(
-            f"plot must end in one of {', '.join(sorted(endings))}, got {path}. Use .png."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
+    return Figure(figsize=(12, 4.6), layout="constrained")
 
 
 def _draw_tokens(axes: Any, comparison: Comparison) -> None:
@@ -111,7 +128,7 @@ def _row_padding(plan: EpochPlan) -> Ints:
 
 
 def _draw_efficiency(axes: Any, comparison: Comparison) -> None:
-    """Foretold efficiency by number of buckets, and what the plan has."""
+    """Predicted efficiency by number of buckets, and what the plan has."""
     window = comparison.batching.sort_window
     for name, label, color, style in (
         ("windows", f"optimal boundaries, sort_window={window}", PADDING, "-"),

@@ -1,4 +1,4 @@
-"""Padding foretold from the lengths alone, to be set beside what a plan then does.
+"""Padding predicted from the lengths alone, to be set beside what a plan then does.
 
 Rows in random order: ``mean_batches`` of ``buckets``, with every distinct width told apart. Rows in
 sort windows: an ideal window, whose rows stand at the quantiles of their bucket, is cut.

@@ -8,8 +8,8 @@ from dflash_lightning.batching.settings import Deal
 from dflash_lightning.batching.table import Table
 
 DEALS = (
-    "Waiting: slowest / mean rank, linear and quadratic. "
-    "Step std: of the loss, were buckets 0.1 apart."
+    "Waiting: slowest / mean rank, linear, with cost_knee. "
+    "Step std: of the loss, buckets 0.1 apart."
 )
 
 
@@ -25,9 +25,10 @@ class BucketReport:
         batches: Batches whose longest row lies here.
         batch_rows: Mean rows of these batches; None without any.
         batch_width: Mean width of these batches in tokens; None without any.
-        mean_length: Mean length of the rows in tokens.
-        efficiency: Real tokens of the rows over the places they take in their batches.
-        predicted: The same, foretold; None where batches mix buckets.
+        mean_length: Mean length of the rows in tokens; None without any.
+        efficiency: Real tokens of the rows over the places they take in their batches; None
+            without rows.
+        predicted: The same, predicted from the lengths; None where batches mix buckets.
     """
 
     low: int
@@ -37,8 +38,8 @@ class BucketReport:
     batches: int
     batch_rows: float | None
     batch_width: float | None
-    mean_length: float
-    efficiency: float
+    mean_length: float | None
+    efficiency: float | None
     predicted: float | None
 
 
@@ -71,7 +72,7 @@ class PlanReport:
         tokens: Real tokens.
         padded_tokens: Padded tokens.
         efficiency: Real over padded tokens.
-        predicted: Efficiency foretold from the lengths.
+        predicted: Efficiency predicted from the lengths.
         fill: Padded tokens over what all batches may hold.
         closed_by: Share of the batches that each limit closed; see ``CLOSED_BY``.
         peak: The largest batch over the token budget.
@@ -133,7 +134,7 @@ class PlanReport:
         )
         whole = [
             ("efficiency", f"{self.efficiency:.3f}", "real / padded tokens"),
-            ("predicted", f"{self.predicted:.3f}", "the same, foretold from the lengths"),
+            ("predicted", f"{self.predicted:.3f}", "the same, predicted from the lengths"),
             ("fill", f"{self.fill:.3f}", "padded tokens / budget of all batches"),
             ("closed by", "", closed),
             ("peak", f"{self.peak:.3f}", "largest batch / budget"),
@@ -142,7 +143,7 @@ class PlanReport:
             ("again", f"{self.again:.4f}", "batch-mates that share the next epoch's batch too"),
         ]
         shown = self.deals
-        if len(set(self.deals.values())) == 1:  # one batch a step: there is nothing to deal
+        if len(set(self.deals.values())) == 1:  # one batch a step: nothing to deal
             shown = {self.deal: self.deals[self.deal]}
         deals = [
             (
@@ -156,13 +157,13 @@ class PlanReport:
         deals.append(("a random global batch", "", "", f"{self.random_step_std:.4f}"))
         return [
             Table(self.title, ("", "", ""), whole, align="lrl"),
-            Table(DEALS, ("deal of the steps", "waiting", "quadratic", "step std"), deals),
+            Table(DEALS, ("deal of the steps", "waiting", "with knee", "step std"), deals),
             self.bucket_table(),
         ]
 
     def bucket_table(self) -> Table:
         """One line per bucket."""
-        headers = ("bucket", "rows", "tokens", "batch rows", "mean", "width", "eff.", "predicted")
+        headers = ("bucket", "rows", "tokens", "length", "batch", "width", "eff.", "predicted")
         return Table("", headers, [_bucket_cells(bucket) for bucket in self.buckets])
 
     def __repr__(self) -> str:
@@ -183,9 +184,9 @@ def _bucket_cells(bucket: BucketReport) -> tuple[str, ...]:
         f"({bucket.low}, {bucket.high}]",
         f"{bucket.rows:,}",
         f"{bucket.token_share:.1%}",
+        number(bucket.mean_length, ",.0f"),
         number(bucket.batch_rows, ".1f"),
-        f"{bucket.mean_length:,.0f}",
         number(bucket.batch_width, ",.0f"),
-        f"{bucket.efficiency:.3f}",
+        number(bucket.efficiency, ".3f"),
         number(bucket.predicted, ".3f"),
     )

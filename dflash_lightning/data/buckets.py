@@ -1,15 +1,17 @@
 """The ``buckets`` command: what would this data do under which batching?"""
 
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from dflash_lightning.batching import Batching, plan_epoch
+from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 from dflash_lightning.batching.compare import compare
 from dflash_lightning.batching.cost import CostFit, fit_cost, fit_cost_of_steps, read_timings
-from dflash_lightning.batching.plot import plot_comparison
+from dflash_lightning.batching.plot import check_plot, plot_comparison
 from dflash_lightning.batching.settings import Deal, Order, checked_lengths
 from dflash_lightning.data.store import RowStore, split_rows, write_json
 
@@ -51,10 +53,11 @@ def buckets(
         cost_knee: Width at which quadratic work equals linear work.
         world_size: Ranks.
         accumulate: Batches that a rank adds up for one step.
-        seed: Of the plan.
-        val_fraction: Share of a store's conversations to leave out, as fit does.
+        seed: Seed of the plan.
+        val_fraction: Share of a store's conversations to leave out; fit leaves out 0.05.
         timings: CSV file to fit cost_knee to: seconds, rows and width of batches, or a run's ledger
-            (step, epoch, seconds, rows, padded_tokens) together with the run's own settings.
+            (step, epoch, seconds, rows, padded_tokens; its first epoch is taken) together with the
+            run's own settings.
         json: Also write all numbers here.
         plot: Also draw a picture here.
     """
@@ -62,7 +65,7 @@ def buckets(
     batching = Batching(
         order=order,
         num_buckets=num_buckets,
-        boundaries=tuple(boundaries) if boundaries else None,
+        boundaries=None if boundaries is None else tuple(boundaries),
         token_budget=token_budget,
         max_rows=max_rows,
         pad_to=pad_to,
@@ -72,23 +75,24 @@ def buckets(
         cost_knee=cost_knee,
     )
     layout = {"seed": seed, "world_size": world_size, "accumulate": accumulate}
+    if plot:
+        check_plot(plot)
+    fit = (
+        fit_timings(timings, lambda e: plan_epoch(rows, batching, epoch=e, **layout))
+        if timings
+        else None
+    )
     comparison = compare(
         rows,
         batching,
         **layout,
         progress=lambda plans: tqdm(plans, unit="plan", delay=1, disable=None, leave=False),
     )
-    numbers = comparison.to_dict()
-    lines = [repr(comparison)]
-    if timings:
-        fit = fit_timings(timings, rows, batching, **layout)
-        numbers["cost"] = fit.to_dict()
-        lines.append(str(fit))
+    sys.stdout.write("\n\n".join(str(part) for part in (comparison, fit) if part) + "\n")
     if json:
-        write_json(json, numbers)
+        write_json(json, comparison.to_dict() | ({"cost": fit.to_dict()} if fit else {}))
     if plot:
         plot_comparison(comparison, plot)
-    sys.stdout.write("\n\n".join(lines) + "\n")
 
 
 def read_lengths(path: Path, val_fraction: float = 0.0) -> np.ndarray:
@@ -121,7 +125,7 @@ def read_lengths(path: Path, val_fraction: float = 0.0) -> np.ndarray:
         )
     try:
         values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"lengths {path} must be a .npy file: {error}. Write it with numpy.save."
         ) from error
@@ -133,14 +137,13 @@ def read_lengths(path: Path, val_fraction: float = 0.0) -> np.ndarray:
     return checked_lengths(values)
 
 
-def fit_timings(path: Path, lengths: np.ndarray, batching: Batching, **layout: int) -> CostFit:
+def fit_timings(path: Path, plan_of: Callable[[int], EpochPlan]) -> CostFit:
     """Fit the cost model to a file of timings.
 
     Args:
-        path: CSV file; see ``buckets``. A ledger's ``step`` counts optimizer steps from 0.
-        lengths: Row lengths of the run, if the file is a ledger.
-        batching: The run's settings.
-        layout: ``seed``, ``world_size`` and ``accumulate`` of the run.
+        path: CSV file; see ``buckets``. A ledger's ``step`` counts optimizer steps from 0 or 1;
+            what it waited for data (``wait_seconds``) is left out.
+        plan_of: The plan of an epoch of the run that wrote the ledger.
 
     Returns:
         The fit.
@@ -149,9 +152,9 @@ def fit_timings(path: Path, lengths: np.ndarray, batching: Batching, **layout: i
         FileNotFoundError: There is no such file.
         ValueError: Columns are missing, or the ledger is not that of these settings.
     """
-    names = ("seconds", "rows", "width", "step", "epoch", "padded_tokens")
+    names = ("seconds", "rows", "width", "step", "epoch", "padded_tokens", "wait_seconds")
     table = read_timings(path, names)
-    if {"rows", "width"} <= table.keys():
+    if "padded_tokens" not in table and {"rows", "width"} <= table.keys():
         return fit_cost(table["rows"] * table["width"], table["width"], table["seconds"])
     missing = sorted({"rows", "step", "epoch", "padded_tokens"} - table.keys())
     if missing:
@@ -159,34 +162,31 @@ def fit_timings(path: Path, lengths: np.ndarray, batching: Batching, **layout: i
             f"timings {path} must have rows and width, or be a ledger with step, epoch, rows and "
             f"padded_tokens; {', '.join(missing)} not found. Add the columns."
         )
-    return _fit_ledger(path, table, lengths, batching, layout)
+    if not table["epoch"].size:
+        raise ValueError(f"timings {path} must hold timed steps, got none. Let the run go on.")
+    return _fit_ledger(path, table, plan_of)
 
 
 def _fit_ledger(
-    path: Path,
-    table: dict[str, np.ndarray],
-    lengths: np.ndarray,
-    batching: Batching,
-    layout: dict[str, int],
+    path: Path, table: dict[str, np.ndarray], plan_of: Callable[[int], EpochPlan]
 ) -> CostFit:
-    """Fit to the steps of the ledger's first epoch that match the plan of these settings."""
-    if not table["epoch"].size:
-        raise ValueError(f"timings {path} must hold timed steps, got none. Let the run go on.")
+    """Fit to the first epoch in the ledger, whose steps must be those of the plan."""
     epoch = int(table["epoch"].min())
-    before = sum(plan_epoch(lengths, batching, epoch=e, **layout).num_steps for e in range(epoch))
-    plan = plan_epoch(lengths, batching, epoch=epoch, **layout)
     chosen = table["epoch"] == epoch
-    steps = table["step"][chosen].astype(np.int64) - before
+    plan = plan_of(epoch)
+    before = sum(plan_of(earlier).num_steps for earlier in range(epoch))
     sizes = plan.batches.sizes
     padded = sizes * plan.batching.padded(plan.longest)
-    known = (steps >= 0) & (steps < plan.num_steps)
-    for name, values in (("rows", sizes), ("padded_tokens", padded)):
-        planned = values.reshape(plan.num_steps, plan.places).sum(1)
-        same = planned[steps.clip(0, plan.num_steps - 1)] == table[name][chosen]
-        if not (same & known).all():
-            raise ValueError(
-                f"timings {path} must come from a run with these lengths and settings: {name} of "
-                f"{int((~(same & known)).sum())} of {steps.size} steps differ from the plan. Give "
-                "the run's seed, world_size, accumulate, val_fraction and batching."
-            )
-    return fit_cost_of_steps(plan, steps, table["seconds"][chosen])
+    planned = np.stack([sizes, padded], axis=1).reshape(plan.num_steps, plan.places, 2).sum(1)
+    found = np.stack([table["rows"], table["padded_tokens"]], axis=1)[chosen]
+    for first in (0, 1):
+        steps = table["step"][chosen].astype(np.int64) - before - first
+        known = (steps >= 0) & (steps < plan.num_steps)
+        if known.all() and (planned[steps] == found).all():
+            waited = table["wait_seconds"] if "wait_seconds" in table else 0 * table["seconds"]
+            return fit_cost_of_steps(plan, steps, (table["seconds"] - waited)[chosen])
+    raise ValueError(
+        f"timings {path} must come from a run with these lengths and settings, not restarted under "
+        f"another layout: rows and padded_tokens of epoch {epoch} differ from the plan. Give the "
+        "run's seed, world_size, accumulate, val_fraction and batching."
+    )

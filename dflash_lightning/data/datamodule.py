@@ -1,8 +1,9 @@
 """The data module: opens the store, plans every epoch, and reshuffles within the length buckets."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import lightning as L
 import numpy as np
@@ -13,12 +14,12 @@ from tqdm import tqdm
 from dflash_lightning.assets import CHATS, cache_folder
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 from dflash_lightning.batching.report import PlanReport
+from dflash_lightning.data.checks import check_store, refuse_partial_epochs
 from dflash_lightning.data.collate import Batch, RowBatches
 from dflash_lightning.data.features import FeatureCache
 from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
-from dflash_lightning.data.store import RowStore, split_rows
-from dflash_lightning.drafter.config import DrafterSpec
+from dflash_lightning.data.store import RowStore, check_val_fraction, split_rows
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.target import HFTarget
 
@@ -56,8 +57,7 @@ class DFlashDataModule(L.LightningDataModule):
         block_size: int = 16,
     ) -> None:
         super().__init__()
-        if not 0 <= val_fraction < 1:
-            raise ValueError(f"val_fraction must be at least 0 and below 1, got {val_fraction}.")
+        check_val_fraction(val_fraction)
         if num_workers < 0:
             raise ValueError(
                 f"num_workers must be at least 0, got {num_workers}. 0 builds batches in the main "
@@ -82,7 +82,8 @@ class DFlashDataModule(L.LightningDataModule):
         self.rank, self.world_size, self.accumulate = 0, 1, 1
         self.features: dict[Path, FeatureCache] = {}
         self._plan: EpochPlan | None = None
-        self._steps: dict[int, int] = {}
+        self._val_plan: EpochPlan | None = None
+        self._steps: dict[tuple[Batching, int, int, int, int], int] = {}
 
     def prepare_data(self) -> None:
         """Fetch the target and prepare the embedded data, on one process."""
@@ -103,13 +104,14 @@ class DFlashDataModule(L.LightningDataModule):
             conversation = self.train_store.column("conversation")
             self.train_rows, self.val_rows = split_rows(conversation, self.val_fraction)
         if self.trainer is not None:
-            _refuse_partial_epochs(self.trainer)
+            refuse_partial_epochs(self.trainer)
             self.rank, self.world_size = self.trainer.global_rank, self.trainer.world_size
             self.accumulate = self.trainer.accumulate_grad_batches
             self.epoch = self.trainer.current_epoch
             self._fit_to_model(self.trainer)
         self._steps = {}
         self._plan = self._make_plan(self.epoch)
+        self._val_plan = self._plan_validation()
 
     def _fit_to_model(self, trainer: L.Trainer) -> None:
         """Take what the model decides, and check the stores against it."""
@@ -138,7 +140,10 @@ class DFlashDataModule(L.LightningDataModule):
     def plan(self) -> EpochPlan:
         """The plan of the current epoch; exists after :meth:`setup`."""
         if self._plan is None:
-            raise RuntimeError("DFlashDataModule.setup() must run before its plan is used.")
+            raise RuntimeError(
+                "DFlashDataModule.setup() must run before its plan is used: call setup('fit'), or "
+                "give it to trainer.fit."
+            )
         return self._plan
 
     @property
@@ -146,18 +151,47 @@ class DFlashDataModule(L.LightningDataModule):
         """Real tokens that all ranks together see in an epoch."""
         return int(self.train_store.lengths[self.train_rows].sum())
 
-    def num_steps(self, epochs: int) -> int:
+    def num_steps(self, epochs: int, *, at_most: int | None = None) -> int:
         """Optimizer steps of the first ``epochs`` epochs, exactly.
 
         Epochs differ by a few steps, so each is planned once; only its number of steps is kept.
+
+        Args:
+            epochs: How many epochs.
+            at_most: Where the run ends anyway; no epoch beyond is planned.
         """
-        missing = [epoch for epoch in range(epochs) if epoch not in self._steps]
-        for epoch in tqdm(missing, "planning", unit="epoch", delay=2, disable=self.rank > 0):
+        steps = 0
+        bar = tqdm(range(epochs), "planning", unit="epoch", delay=2, disable=self.rank > 0 or None)
+        for epoch in bar:
+            if at_most is not None and steps >= at_most:
+                return at_most
+            steps += self._steps_of(epoch)
+        return steps if at_most is None else min(steps, at_most)
+
+    def num_tokens(self, steps: int) -> int:
+        """Real tokens of the first steps of a run, taking the steps of an epoch as equal."""
+        epoch, tokens = 0, 0.0
+        while steps > 0:
+            planned = self._steps_of(epoch)
+            tokens += self.tokens_per_epoch * min(1.0, steps / planned)
+            steps -= planned
+            epoch += 1
+        return round(tokens)
+
+    def _steps_of(self, epoch: int) -> int:
+        """Optimizer steps of an epoch; planned where that was not done before."""
+        _ = self.plan  # refused before setup
+        if self._key(epoch) not in self._steps:
             self._make_plan(epoch)
-        return sum(self._steps[epoch] for epoch in range(epochs))
+        return self._steps[self._key(epoch)]
+
+    def _key(self, epoch: int) -> tuple[Batching, int, int, int, int]:
+        """What the steps of an epoch depend on, besides the rows."""
+        return self.batching, self.seed, self.world_size, self.accumulate, epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Reshuffle within the length buckets for another epoch; nothing for the current one."""
+        _ = self.plan  # refused before setup
         if epoch == self.epoch:
             return
         self.epoch = epoch
@@ -175,19 +209,22 @@ class DFlashDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """All validation rows once, dealt over the ranks; an empty list without validation rows."""
-        if not len(self.val_rows):
+        if self._val_plan is None:
             return []
-        lengths = self.val_store.lengths[self.val_rows]
-        longest = int(lengths.max())
-        in_order = Batching(
-            order="sorted",
-            boundaries=(0, longest),
-            token_budget=max(self.batching.token_budget, longest),
-            max_rows=self.batching.max_rows,
-        )
-        plan = plan_epoch(lengths, in_order, seed=0, epoch=0)
+        plan = self._val_plan
         sampler = ValidationSampler(plan, self.val_rows, lambda: self.rank, lambda: self.world_size)
         return self._loader(self.val_store, sampler)
+
+    def _plan_validation(self) -> EpochPlan | None:
+        """Validation in order of length, in batches under the limits of training."""
+        if not len(self.val_rows):
+            return None
+        lengths = self.val_store.lengths[self.val_rows]
+        in_order = replace(self.batching, order="sorted", boundaries=(0, int(lengths.max())))
+        try:
+            return plan_epoch(lengths, in_order, seed=0, epoch=0)
+        except ValueError as error:
+            raise ValueError(f"validation rows: {error}") from error
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         plan = plan_epoch(
@@ -198,7 +235,7 @@ class DFlashDataModule(L.LightningDataModule):
             world_size=self.world_size,
             accumulate=self.accumulate,
         )
-        self._steps[epoch] = plan.num_steps
+        self._steps[self._key(epoch)] = plan.num_steps
         return plan
 
     def _loader(self, store: RowStore, sampler: BucketSampler | ValidationSampler) -> DataLoader:
@@ -240,44 +277,6 @@ class TrainsDrafter(Protocol):
 
     target: HFTarget
     drafter: Drafter
-
-
-def check_store(store: RowStore, target: HFTarget, spec: DrafterSpec) -> None:
-    """Refuse a store whose ids this target and drafter cannot mean.
-
-    Raises:
-        ValueError: Another tokenizer, ids outside the vocabulary, or rows with the mask token.
-    """
-    theirs, ours = store.meta["key"]["tokenizer"], target.tokenizer_fingerprint
-    if ours is not None and theirs != ours:
-        raise ValueError(
-            f"data.store {store.path} was prepared with another tokenizer ({theirs}) than that of "
-            f"target {target.path} ({ours}). Run `dflash-lightning prepare` with this target's."
-        )
-    used = store.used_ids
-    if len(used) > spec.vocab_size:
-        raise ValueError(
-            f"data.store {store.path} holds id {len(used) - 1}, outside the target's vocabulary of "
-            f"{spec.vocab_size}. Prepare it with this target's tokenizer."
-        )
-    if spec.mask_token_id < len(used) and used[spec.mask_token_id]:
-        raise ValueError(
-            f"mask_token_id must never occur in the data; {spec.mask_token_id} occurs in "
-            f"{store.path}. Take a reserved token of the target."
-        )
-
-
-def _refuse_partial_epochs(trainer: Any) -> None:
-    """Plan, schedule and time left are made for whole epochs."""
-    if trainer.fast_dev_run:
-        return
-    for name, whole in (("limit_train_batches", 1.0), ("overfit_batches", 0.0)):
-        value = getattr(trainer, name)
-        if value != whole or (isinstance(value, int) and value):
-            raise ValueError(
-                f"trainer.{name} must stay {whole}: an epoch is planned as a whole, got {value}. "
-                "For a short run set trainer.max_steps, or prepare a smaller store."
-            )
 
 
 def _tell_epoch_length(trainer: L.Trainer, num_batches: int) -> None:

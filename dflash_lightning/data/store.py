@@ -191,6 +191,15 @@ def _write_rows(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
+def check_val_fraction(val_fraction: float) -> None:
+    """Refuse a share that leaves no row for training."""
+    if not 0 <= val_fraction < 1:
+        raise ValueError(
+            f"val_fraction must be at least 0 and below 1, got {val_fraction}. 0.05 holds back a "
+            "twentieth of the conversations."
+        )
+
+
 def split_rows(conversation: np.ndarray, val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Divide rows into training and validation by conversation, the same way every time.
 
@@ -200,7 +209,11 @@ def split_rows(conversation: np.ndarray, val_fraction: float) -> tuple[np.ndarra
 
     Returns:
         Row numbers for training and for validation, sorted.
+
+    Raises:
+        ValueError: The share is below 0, or 1 or more.
     """
+    check_val_fraction(val_fraction)
     numbers = np.unique(conversation)
     # splitmix64's finaliser: an order that depends on nothing but the conversation's number
     mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -238,7 +238,7 @@ def test_steps_that_the_plan_lacks_or_that_have_no_time_are_refused(
     steps: list[int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        fit_cost_of_steps(timed_plan(8), list(steps), np.ones(10))
+        fit_cost_of_steps(timed_plan(8), np.array(steps, np.int64), np.ones(10))
     assert "\n" not in str(caught.value)
 
 

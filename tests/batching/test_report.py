@@ -208,8 +208,8 @@ def bucket_by_hand(plan: EpochPlan, k: int) -> dict[str, float | None]:
         "batches": len(led),
         "batch_rows": fmean(rows for rows, _ in led) if led else None,
         "batch_width": fmean(width for _, width in led) if led else None,
-        "mean_length": tokens / len(rows) if rows else 0.0,
-        "efficiency": tokens / places if rows else 1.0,
+        "mean_length": tokens / len(rows) if rows else None,
+        "efficiency": tokens / places if rows else None,
     }
     return without_none(found)
 
@@ -321,9 +321,11 @@ def test_a_row_counts_in_its_own_bucket_where_batches_mix_buckets(order: str) ->
 def test_a_bucket_without_rows_is_shown_as_empty() -> None:
     report = plan_of([3, 4, 4], Batching(boundaries=(0, 4, 9))).report()
     empty = report.buckets[1]
-    assert (empty.rows, empty.batches, empty.token_share, empty.mean_length) == (0, 0, 0, 0)
-    assert (empty.batch_rows, empty.batch_width, empty.predicted) == (None, None, None)
-    assert "(4, 9]     0    0.0%           -     0      -  1.000          -" in repr(report)
+    assert (empty.rows, empty.batches, empty.token_share) == (0, 0, 0)
+    assert {empty.mean_length, empty.batch_rows, empty.batch_width} == {None}
+    assert {empty.efficiency, empty.predicted} == {None}
+    (line,) = [line for line in repr(report).split("\n") if line.startswith("(4, 9]")]
+    assert line.split()[2:] == ["0", "0.0%", "-", "-", "-", "-", "-"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -560,22 +562,23 @@ def test_more_than_64_widths_are_named_with_a_grid_that_leaves_64(longest: int) 
     lengths = np.unique(np.linspace(1, longest, 400).astype(int))
     batching = Batching(token_budget=16384, max_rows=1)
     report = plan_of(lengths, batching).report()
-    (text,) = [warning for warning in report.warnings if "distinct widths" in warning]
+    (text,) = [warning for warning in report.warnings if " widths, " in warning]
     pattern = (
-        rf"{report.widths:,} distinct widths: attention that is compiled per shape would be "
-        r"compiled for each; for it, pad_to=(\d+) leaves at most 64\."
+        rf"{report.widths:,} widths, {report.shapes:,} shapes of rows x width: attention that is "
+        r"compiled per shape would be compiled for each; for it, pad_to=(\d+) leaves at most 64 "
+        r"widths\."
     )
     grid = int(re.fullmatch(pattern, text)[1])
     remedied = plan_of(lengths, dataclasses.replace(batching, pad_to=grid)).report()
     assert remedied.widths <= 64
-    assert not any("distinct widths" in warning for warning in remedied.warnings)
+    assert not any(" widths, " in warning for warning in remedied.warnings)
 
 
 @pytest.mark.parametrize(("widths", "warned"), [(64, False), (65, True)])
 def test_sixty_four_widths_are_not_too_many(widths: int, warned: bool) -> None:
     report = plan_of(range(1, widths + 1), Batching(max_rows=1)).report()
     assert report.widths == widths
-    assert any("distinct widths" in warning for warning in report.warnings) == warned
+    assert any(" widths, " in warning for warning in report.warnings) == warned
 
 
 def test_batch_mates_that_always_meet_again_are_named() -> None:
@@ -651,8 +654,8 @@ def test_the_text_says_what_was_planned_and_every_number(world_size: int) -> Non
             f"{bucket.high}]",
             f"{bucket.rows:,}",
             f"{100 * bucket.token_share:.1f}%",
-            f"{bucket.batch_rows:.1f}",
             f"{bucket.mean_length:,.0f}",
+            f"{bucket.batch_rows:.1f}",
             f"{bucket.batch_width:,.0f}",
             f"{bucket.efficiency:.3f}",
             f"{bucket.predicted:.3f}",
@@ -799,9 +802,25 @@ def test_the_report_of_nothing_is_refused_in_one_line() -> None:
     plan = plan_of([5, 6, 7], Batching(max_rows=1), world_size=3)
     rest = plan.resume(1, world_size=2, accumulate=1)
     message = (
-        r"a report needs rows, but the epoch was over after \(\(3, 1, 1\),\)\. Report the next "
-        r"epoch\.$"
+        r"a report needs rows, but this epoch is over: all its rows are delivered\. Report the "
+        r"next epoch\.$"
     )
     with pytest.raises(ValueError, match=message) as caught:
         rest.report()
     assert "\n" not in str(caught.value)
+
+
+def test_rows_too_few_for_the_places_are_named_as_longest_first() -> None:
+    lengths = [10, 10, 10, 1, 1, 1, 1, 1]
+    plan = plan_of(lengths, Batching(order="random", token_budget=10), seed=1, world_size=8)
+    found = [p.report() for seed in range(20) if (p := few(lengths, seed)).batches.longest_first]
+    assert found
+    for report in found:
+        assert report.title.endswith("(longest first)")
+        assert any(w.startswith("rows are too few for 6 batches a step") for w in report.warnings)
+    assert not plan.batches.longest_first or plan.report().title.endswith("(longest first)")
+
+
+def few(lengths: list[int], seed: int) -> EpochPlan:
+    """Six places for eight rows of which random order makes up to seven batches."""
+    return plan_of(lengths, Batching(order="random", token_budget=10), seed=seed, world_size=6)

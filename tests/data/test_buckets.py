@@ -250,9 +250,9 @@ def test_a_ledger_of_other_settings_is_refused(
     path = ledger_of(tmp_path / "ledger.csv", plans_of(0), knee=1500)
     line = refused(lengths, *SMALL, *LAYOUT_OPTIONS, "--timings", path, other)
     pattern = (
-        r"timings .*ledger\.csv must come from a run with these lengths and settings: "
-        r"(rows|padded_tokens) of \d+ of \d+ steps differ from the plan\. Give the run's seed, "
-        r"world_size, accumulate, val_fraction and batching\."
+        r"timings .*ledger\.csv must come from a run with these lengths and settings, not "
+        r"restarted under another layout: rows and padded_tokens of epoch 0 differ from the plan\. "
+        r"Give the run's seed, world_size, accumulate, val_fraction and batching\."
     )
     assert re.fullmatch(pattern, line)
 
@@ -346,3 +346,28 @@ def test_settings_that_no_plan_can_follow_are_refused(
     refused, lengths: Path, options: list[str], message: str
 ) -> None:
     assert message in refused(lengths, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        (("--timings", "missing.csv"), "timings must be a CSV file; there is none at missing.csv"),
+        (("--plot", "picture.xyz"), "plot must end in one of "),
+        (("--boundaries", "[]"), "boundaries must be a list of two or more integers"),
+        (("--val_fraction", "0.1"), "val_fraction is for a store, got 0.1 with the file "),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_planned(
+    refused, monkeypatch, lengths: Path, options: tuple[str, str], start: str
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("planned before the check")
+
+    monkeypatch.setattr("dflash_lightning.data.buckets.compare", never)
+    assert refused(lengths, *SMALL, *options).startswith(start)
+
+
+@pytest.mark.parametrize("share", ["-0.1", "1.0", "1.5"])
+def test_a_share_that_leaves_no_rows_is_refused(refused, store, share: str) -> None:
+    line = refused(store.path, "--val_fraction", share)
+    assert line.startswith(f"val_fraction must be at least 0 and below 1, got {share}. ")

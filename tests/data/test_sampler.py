@@ -228,6 +228,55 @@ def test_set_epoch_reshuffles_and_is_the_same_every_time(store) -> None:
     assert data.tokens_per_epoch == store.lengths[flat(first)].sum()
 
 
+def test_no_epoch_beyond_the_end_of_the_run_is_planned(store, monkeypatch) -> None:
+    data = new_data(store)
+    data.setup("fit")
+    planned = []
+
+    def counted(lengths, batching, *, epoch, **key):
+        planned.append(epoch)
+        return plan_epoch(lengths, batching, epoch=epoch, **key)
+
+    monkeypatch.setattr("dflash_lightning.data.datamodule.plan_epoch", counted)
+    first = data.plan.num_steps
+    assert data.num_steps(1000, at_most=first + 1) == first + 1
+    assert planned == [1]
+    both = data.num_steps(2)
+    assert data.num_tokens(both) == 2 * data.tokens_per_epoch
+    assert data.num_tokens(first) == data.tokens_per_epoch
+    assert 0 < data.num_tokens(1) < data.tokens_per_epoch
+    assert planned == [1]
+    data.seed = 7  # another seed, other steps: nothing is taken from the old one
+    data.num_steps(2)
+    assert planned == [1, 0, 1]
+
+
+def test_a_validation_row_over_the_budget_is_refused_before_the_first_step(store) -> None:
+    train, val = split_rows(store.column("conversation"), VAL_FRACTION)
+    longest = int(store.lengths[train].max())
+    assert store.lengths[val].max() <= longest
+    few = Batching(token_budget=longest, max_rows=8, num_buckets=1)
+    new_data(store, few).setup("fit")
+    data = new_data(store, few)
+    data.batching = Batching(token_budget=longest - 1, max_rows=8)
+    with pytest.raises(ValueError, match=r"token_budget must hold every row"):
+        data.setup("fit")
+
+
+def test_validation_widths_lie_on_the_grid_too(store) -> None:
+    received, _ = fit(new_data(store, Batching(pad_to=32, max_rows=4)), max_epochs=1)
+    assert {batch.input_ids.shape[1] % 32 for batch in received.val[0]} == {0}
+
+
+@pytest.mark.parametrize("use", ["plan", "report", "set_epoch", "num_steps"])
+def test_what_needs_a_plan_says_how_to_get_one(store, use: str) -> None:
+    data = new_data(store)
+    calls = {"report": data.report, "set_epoch": lambda: data.set_epoch(1)}
+    calls |= {"num_steps": lambda: data.num_steps(1), "plan": lambda: data.plan}
+    with pytest.raises(RuntimeError, match=r"call setup\('fit'\), or give it to trainer\.fit"):
+        calls[use]()
+
+
 def test_the_quick_start_needs_a_trainer() -> None:
     with pytest.raises(ValueError, match=r"store 'quickstart' needs a trainer.*In a notebook: "):
         DFlashDataModule("quickstart").setup("fit")
