@@ -15,7 +15,7 @@ from dflash_lightning.batching.plan import EpochPlan, plan_epoch
 from dflash_lightning.batching.predict import predicted_padding
 from dflash_lightning.batching.report import PlanReport
 from dflash_lightning.batching.settings import Batching, Deal, checked_lengths
-from dflash_lightning.batching.table import Table
+from dflash_lightning.batching.table import Table, wrapped
 
 SORT_WINDOWS = (0, 32, 64)
 MOST_BUCKETS = 16
@@ -82,7 +82,7 @@ class Comparison:
         return Table(title + "independent steps", columns, rows)
 
     def __repr__(self) -> str:
-        return "\n\n".join([repr(self.own), self.table().text(), self.recommendation])
+        return "\n\n".join([repr(self.own), self.table().text(), wrapped(self.recommendation)])
 
     def _repr_html_(self) -> str:
         body = self.own._repr_html_() + self.table().html()

@@ -5,7 +5,7 @@ import html
 from typing import Any
 
 from dflash_lightning.batching.settings import Deal
-from dflash_lightning.batching.table import Table
+from dflash_lightning.batching.table import Table, wrapped
 
 DEALS = (
     "Waiting: slowest / mean rank, linear, with cost_knee. "
@@ -168,7 +168,7 @@ class PlanReport:
 
     def __repr__(self) -> str:
         parts = [table.text() for table in self.tables()]
-        notes = [f"! {warning}" for warning in self.warnings]
+        notes = [wrapped(f"! {warning}") for warning in self.warnings]
         return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
     def _repr_html_(self) -> str:

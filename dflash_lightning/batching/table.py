@@ -1,8 +1,14 @@
 """Tables as text and as HTML."""
 
 import html
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
+
+
+def wrapped(line: str) -> str:
+    """A long line in lines of at most 100 columns, the later ones indented."""
+    return textwrap.fill(line, 100, subsequent_indent="  ")
 
 
 class Table(NamedTuple):

@@ -533,7 +533,7 @@ def test_low_fill_is_explained_by_what_closed_most_batches_and_the_remedy_helps(
 ) -> None:
     report = plan_of(lengths, Batching(**settings), **layout).report()
     assert [warning for warning in report.warnings if "fill" in warning] == [text]
-    assert f"! {text}" in repr(report).splitlines()
+    assert f"! {text}" in " ".join(repr(report).split())
     change = {name: value for name, value in remedy.items() if name != "world_size"}
     layout = layout | {name: value for name, value in remedy.items() if name == "world_size"}
     remedied = plan_of(lengths, Batching(**settings | change), **layout).report()
