@@ -1,5 +1,6 @@
 """Row lengths like those of the run that this project is for: 902,087 chats, synthetic."""
 
+import functools
 import os
 
 import numpy as np
@@ -8,6 +9,7 @@ BOUNDARIES = (0, 770, 1216, 1728, 2432, 3296, 8192)
 ROWS = 902_087
 
 
+@functools.cache
 def story_lengths(rows: int = ROWS) -> np.ndarray:
     """Lengths in tokens, int32 ``[rows]``; or those of the file that ``DFLASH_LENGTHS`` names.
 
@@ -23,4 +25,5 @@ def story_lengths(rows: int = ROWS) -> np.ndarray:
     drawn = np.exp(centre + spread * rng.standard_normal(rows)) + np.where(kinds == 4, 4096, 0)
     lengths = np.clip(drawn, 32, 8192).astype(np.int32)
     lengths[0] = 8192
+    lengths.flags.writeable = False
     return lengths

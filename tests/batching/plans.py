@@ -14,17 +14,6 @@ FEW = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 ORDERS = ("bucketed", "sorted", "random")
 DEALS = ("stratified", "aligned", "independent")
 FAMILIES = ("log-normal", "heavy tail", "zipf", "two piles", "uniform", "equal")
-STORY = (0, 770, 1216, 1728, 2432, 3296, 8192)
-
-# The mixture behind shared/data/seed_lengths.py: weight, shift, and the log-normal above the shift.
-STORY_MIXTURE = (
-    (0.1248, 0, 6.852, 0.700),
-    (0.2719, 0, 6.593, 0.369),
-    (0.2373, 0, 7.341, 0.136),
-    (0.1859, 0, 7.976, 0.110),
-    (0.1792, 4096, 4.788, 0.732),
-    (0.0009, 0, 8.973, 0.604),
-)
 
 HEAVY = st.floats(0.001, 1.0).map(lambda u: min(400, int(3 / u)))
 LENGTHS = st.one_of(
@@ -92,21 +81,6 @@ def family(name: str, rows: int = 20_000) -> np.ndarray:
     found = np.clip(lengths, 16, 8192).astype(np.int32)[scrambled]
     found.flags.writeable = False
     return found
-
-
-@functools.cache
-def story_lengths(rows: int = 902_087) -> np.ndarray:
-    """The lengths of shared/data/seed_lengths.py, rising, int32."""
-    x = np.arange(1.0, 8193)
-    share = np.zeros(8192)
-    for weight, shift, mu, sigma in STORY_MIXTURE:
-        above = np.maximum(x - shift, 1e-9)
-        density = np.exp(-0.5 * ((np.log(above) - mu) / sigma) ** 2) / above
-        share += weight * density / density.sum()
-    share[:31] = 0
-    below = np.floor(rows * (share / share.sum()).cumsum() + 0.5).astype(np.int64)
-    below[-1] = rows
-    return np.repeat(x.astype(np.int32), np.diff(below, prepend=0))
 
 
 def rounded(length: int, pad_to: int) -> int:

@@ -10,15 +10,15 @@ from batching.plans import (
     FEW,
     LENGTHS,
     MANY,
-    STORY,
     batchings,
     efficiency,
     family,
     plan_of,
-    story_lengths,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from story import BOUNDARIES as STORY
+from story import story_lengths
 
 from dflash_lightning.batching import Batching, optimal_boundaries
 from dflash_lightning.batching.buckets import (

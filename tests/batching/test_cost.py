@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from batching.plans import FEW, batches_of, plannable_cases, steps_of, story_lengths
+from batching.plans import FEW, batches_of, plannable_cases, steps_of
 from hypothesis import given
+from story import story_lengths
 
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 from dflash_lightning.batching.cost import (

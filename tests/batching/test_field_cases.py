@@ -11,7 +11,6 @@ import pytest
 from batching.plans import (
     DEALS,
     ORDERS,
-    STORY,
     batches_of,
     efficiency,
     family,
@@ -20,8 +19,9 @@ from batching.plans import (
     padded_tokens,
     plan_of,
     steps_of,
-    story_lengths,
 )
+from story import BOUNDARIES as STORY
+from story import story_lengths
 
 from dflash_lightning.batching import Batching, plan_epoch
 

@@ -5,9 +5,10 @@ import random
 import numpy as np
 import pytest
 from batching.batch_oracle import SHORT_LISTS, histogram, true_mean_batch
-from batching.plans import FAMILIES, FEW, efficiency, family, fits, plan_of, story_lengths
+from batching.plans import FAMILIES, FEW, efficiency, family, fits, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
+from story import story_lengths
 
 from dflash_lightning.batching import Batching
 from dflash_lightning.batching.buckets import mean_batches

@@ -18,7 +18,6 @@ from batching.plans import (
     FEW,
     LAYOUTS,
     ORDERS,
-    STORY,
     batches_of,
     family,
     fits,
@@ -27,10 +26,11 @@ from batching.plans import (
     plannable_cases,
     rounded,
     steps_of,
-    story_lengths,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from story import BOUNDARIES as STORY
+from story import story_lengths
 
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 from dflash_lightning.batching.epoch import Batches, cut_epoch, random_stream
