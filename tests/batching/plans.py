@@ -1,6 +1,8 @@
 """Shared by the plan's tests: families of lengths, random cases, and walks through a plan."""
 
 import functools
+import time
+from collections.abc import Callable
 from statistics import NormalDist
 
 import numpy as np
@@ -81,6 +83,16 @@ def family(name: str, rows: int = 20_000) -> np.ndarray:
     found = np.clip(lengths, 16, 8192).astype(np.int32)[scrambled]
     found.flags.writeable = False
     return found
+
+
+def seconds(work: Callable[[], object], times: int = 3) -> float:
+    """Least processor time of a few tries."""
+    tries = []
+    for _ in range(times):
+        start = time.process_time()
+        work()
+        tries.append(time.process_time() - start)
+    return min(tries)
 
 
 def rounded(length: int, pad_to: int) -> int:

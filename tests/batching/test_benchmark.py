@@ -6,12 +6,11 @@ of as many random numbers, made in the same process.
 
 import functools
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from batching.plans import seconds
 from story import BOUNDARIES, story_lengths
 
 from dflash_lightning.batching import Batching, EpochPlan, optimal_boundaries, plan_epoch
@@ -36,16 +35,6 @@ def plan(batching: Batching, epoch: int = 0, world_size: int = RANKS) -> EpochPl
 @functools.cache
 def report(batching: Batching) -> PlanReport:
     return plan(batching).report()
-
-
-def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """The fastest of a few runs."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return min(found)
 
 
 def over_budget() -> int:
@@ -91,7 +80,7 @@ def optimum_seconds() -> float:
         for count in range(1, 17):
             optimal_boundaries(lengths(), count, token_budget=49_152, max_rows=64)
 
-    return seconds(work, repeats=1)
+    return seconds(work, times=1)
 
 
 def test_what_the_plan_engine_reaches() -> None:

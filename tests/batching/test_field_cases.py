@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import itertools
-import time
 import tracemalloc
 
 import numpy as np
@@ -18,6 +17,7 @@ from batching.plans import (
     members,
     padded_tokens,
     plan_of,
+    seconds,
     steps_of,
 )
 from story import BOUNDARIES as STORY
@@ -307,16 +307,6 @@ def test_pf04_a_plan_of_two_million_rows_holds_flat_arrays_of_few_bytes_a_row():
     tracemalloc.stop()
     assert rest.lengths is plan.lengths
     assert held <= 32 * rows
-
-
-def seconds(work, times: int = 3) -> float:
-    """Least processor time of a few tries."""
-    tries = []
-    for _ in range(times):
-        start = time.process_time()
-        work()
-        tries.append(time.process_time() - start)
-    return min(tries)
 
 
 def test_pf05_planning_and_restarting_take_no_longer_than_a_few_sorts():
