@@ -7,12 +7,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from conftest import write_chats
 from torch.utils.data import DistributedSampler
 
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 from dflash_lightning.data.collate import Batch
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.features import FeatureCache
+from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
 from dflash_lightning.data.store import RowStore, split_rows
 from dflash_lightning.drafter.config import DrafterConfig
@@ -251,16 +253,21 @@ def test_no_epoch_beyond_the_end_of_the_run_is_planned(store, monkeypatch) -> No
     assert planned == [1, 0, 1]
 
 
-def test_a_validation_row_over_the_budget_is_refused_before_the_first_step(store) -> None:
-    train, val = split_rows(store.column("conversation"), VAL_FRACTION)
-    longest = int(store.lengths[train].max())
-    assert store.lengths[val].max() <= longest
-    few = Batching(token_budget=longest, max_rows=8, num_buckets=1)
-    new_data(store, few).setup("fit")
-    data = new_data(store, few)
-    data.batching = Batching(token_budget=longest - 1, max_rows=8)
-    with pytest.raises(ValueError, match=r"token_budget must hold every row"):
-        data.setup("fit")
+def test_a_validation_row_over_the_budget_is_refused_before_the_first_step(
+    store, tokenizer, tmp_path
+) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", 3)
+    short = prepare_store(chats, tokenizer, tmp_path / "short", max_length=256)
+    longest = int(short.lengths.max())
+    assert longest < store.lengths.max()
+    batching = Batching(token_budget=longest)
+    new_data(short, batching, val_fraction=0.0).setup("fit")
+    message = (
+        rf"validation rows: token_budget must hold every row: \d+ of 40 rows do not fit, the longest "
+        rf"has \d+ tokens .* got token_budget={longest}\."
+    )
+    with pytest.raises(ValueError, match=message):
+        new_data(short, batching, val_store=str(store.path)).setup("fit")
 
 
 def test_validation_widths_lie_on_the_grid_too(store) -> None:
