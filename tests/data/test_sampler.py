@@ -263,8 +263,8 @@ def test_a_validation_row_over_the_budget_is_refused_before_the_first_step(
     batching = Batching(token_budget=longest)
     new_data(short, batching, val_fraction=0.0).setup("fit")
     message = (
-        rf"validation rows: token_budget must hold every row: \d+ of 40 rows do not fit, the longest "
-        rf"has \d+ tokens .* got token_budget={longest}\."
+        rf"validation rows: token_budget must hold every row: \d+ of 40 rows do not fit, the "
+        rf"longest has \d+ tokens .* got token_budget={longest}\."
     )
     with pytest.raises(ValueError, match=message):
         new_data(short, batching, val_store=str(store.path)).setup("fit")
