@@ -119,11 +119,12 @@ def compare(
     edges = batching.boundaries or best_boundaries(rows, batching.num_buckets, batching)
     # The same boundaries for all, so that buckets can be compared.
     asked = replace(batching, boundaries=edges)
-    reports: dict[str, PlanReport] = {}
     strategies = _strategies(asked)
-    for name in progress(list(strategies)):
-        reports[name] = plan_epoch(rows, strategies[name], **layout).report()
     own = next(name for name, settings in strategies.items() if settings == asked)
+    reports = {
+        name: plan_epoch(rows, strategies[name], **layout).report()
+        for name in progress(list(strategies))
+    }
     bucketed = {n: r for n, r in reports.items() if strategies[n].order == "bucketed"}
     best = max(report.efficiency for report in bucketed.values())
     enough = [n for n, r in bucketed.items() if r.efficiency >= best - GOOD_ENOUGH]

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dflash_lightning.batching.buckets import bucket_of
+from dflash_lightning.batching.buckets import Ints, bucket_of
 from dflash_lightning.batching.settings import Batching, Deal
-
-Ints = npt.NDArray[np.int64]
 
 # What closed a batch: the limit that one more row would break, the end of a bucket, or a split.
 CLOSED_BY = ("token_budget", "max_rows", "cost_budget", "bucket end", "split")

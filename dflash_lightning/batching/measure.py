@@ -41,7 +41,9 @@ def report_plan(plan: EpochPlan) -> PlanReport:
     widths, sizes = plan.batching.padded(longest), batches.sizes
     padded = widths * sizes
     tokens = np.add.reduceat(plan.lengths[batches.rows], batches.offsets[:-1], dtype=np.int64)
-    buckets = _bucket_reports(plan, batches, widths)
+    # Of each bucket, or of all rows where batches mix buckets.
+    expected = predicted_padding(plan.lengths[batches.rows], plan.batching, plan.boundaries)
+    buckets = _bucket_reports(plan, batches, widths, expected)
     total, budget = int(padded.sum()), plan.batching.token_budget
     deals = _deal_reports(plan)
     closed = np.bincount(batches.closed_by, minlength=len(CLOSED_BY)) / len(batches)
@@ -59,12 +61,10 @@ def report_plan(plan: EpochPlan) -> PlanReport:
         "shapes": np.unique(widths * (sizes.max() + 1) + sizes).size,
         "again": _again(plan, batches),
     }
-    whole = np.sort(plan.lengths[batches.rows])
-    predicted = predicted_padding(whole, plan.batching, plan.boundaries).sum()
     return PlanReport(
         **values,
         title=_title(plan, batches),
-        predicted=int(tokens.sum()) / float(predicted),
+        predicted=int(tokens.sum()) / float(expected.sum()),
         lag1=_lag1(plan, tokens / sizes),
         deal=plan.batching.deal,
         deals=deals,
@@ -95,8 +95,10 @@ def _title(plan: EpochPlan, batches: Batches) -> str:
     return f"Epoch {plan.epoch}: {rows} in {count}, {steps} on {ranks} ({how})"
 
 
-def _bucket_reports(plan: EpochPlan, batches: Batches, widths: Ints) -> tuple[BucketReport, ...]:
-    """One report per bucket."""
+def _bucket_reports(
+    plan: EpochPlan, batches: Batches, widths: Ints, expected: Floats
+) -> tuple[BucketReport, ...]:
+    """One report per bucket, given each batch's width and the padded tokens that were predicted."""
     count = plan.num_buckets
     lengths = plan.lengths[batches.rows]
     bucket = bucket_of(lengths, plan.boundaries)
@@ -108,7 +110,6 @@ def _bucket_reports(plan: EpochPlan, batches: Batches, widths: Ints) -> tuple[Bu
     led_rows, led_width = (np.bincount(led, w, count) for w in (batches.sizes, widths))
     expected_share: list[float | None] = [None] * count
     if plan.batching.order == "bucketed":
-        expected = predicted_padding(np.sort(lengths), plan.batching, plan.boundaries)
         expected_share = (tokens / np.maximum(expected, 1)).tolist()
     return tuple(
         BucketReport(

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dflash_lightning.batching.buckets import Ints
+from dflash_lightning.batching.buckets import Floats, Ints
 from dflash_lightning.batching.compare import Comparison
 from dflash_lightning.batching.plan import EpochPlan, plan_epoch
+from dflash_lightning.batching.settings import Batching
 
 BINS = 128
 INK, REAL, PADDING, PLAIN = "#333333", "#4477aa", "#cc3311", "#ee9988"
@@ -65,37 +67,23 @@ def _empty_figure(path: Path) -> Any:
 
 def _draw_tokens(axes: Any, comparison: Comparison) -> None:
     """Real tokens by row length; on top of them the padding of these rows."""
-    plan = comparison.plan
-    plain = replace(plan.batching, order="bucketed", sort_window=0)
-    unsorted = plan_epoch(
-        plan.lengths,
-        plain,
-        seed=plan.seed,
-        epoch=plan.epoch,
-        world_size=plan.world_size,
-        accumulate=plan.accumulate,
-    )
+    plan, report = comparison.plan, comparison.own
     edges = np.linspace(0, plan.boundaries[-1], BINS + 1)
-    real = np.histogram(plan.lengths, edges, weights=plan.lengths)[0] / 1e6
-    own, without = (
-        np.histogram(plan.lengths, edges, weights=_row_padding(p))[0] / 1e6
-        for p in (plan, unsorted)
-    )
     width = edges[1] - edges[0]
     at = edges[:-1] + width / 2
+
+    def millions(tokens: npt.NDArray[np.integer]) -> Floats:
+        return np.histogram(plan.lengths, edges, weights=tokens)[0] / 1e6
+
+    real = millions(plan.lengths)
     axes.bar(at, real, width, color=REAL, label="real")
-    report = comparison.own
-    label = f"padding, this plan: {1 - report.efficiency:.1%}"
+    plain = replace(plan.batching, order="bucketed", sort_window=0)
     if plan.batching != plain:
-        share = without.sum() / (without.sum() + real.sum())
-        axes.bar(
-            at,
-            without,
-            width,
-            bottom=real,
-            color=PLAIN,
-            label=f"padding, unsorted buckets: {share:.1%}",
-        )
+        padding = millions(_row_padding(_same_rows(plan, plain)))
+        share = padding.sum() / (padding.sum() + real.sum())
+        label = f"padding, unsorted buckets: {share:.1%}"
+        axes.bar(at, padding, width, bottom=real, color=PLAIN, label=label)
+    own, label = millions(_row_padding(plan)), f"padding, this plan: {1 - report.efficiency:.1%}"
     axes.bar(at, own, width, bottom=real, color=PADDING, label=label)
     for edge in plan.boundaries[1:-1]:
         axes.axvline(edge, color=INK, linewidth=0.8, linestyle="--")
@@ -117,6 +105,18 @@ def _draw_tokens(axes: Any, comparison: Comparison) -> None:
         xlim=(0, plan.boundaries[-1]),
     )
     axes.legend(frameon=False, loc="upper right")
+
+
+def _same_rows(plan: EpochPlan, batching: Batching) -> EpochPlan:
+    """The plan of the same epoch under other settings."""
+    return plan_epoch(
+        plan.lengths,
+        batching,
+        seed=plan.seed,
+        epoch=plan.epoch,
+        world_size=plan.world_size,
+        accumulate=plan.accumulate,
+    )
 
 
 def _row_padding(plan: EpochPlan) -> Ints:
