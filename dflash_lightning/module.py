@@ -1,20 +1,25 @@
 """The Lightning module: one training step, the global ratio, the optimizer and its warm-up."""
 
 import math
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_lightning.data.collate import Batch
+from dflash_lightning.drafter.checkpoint import load_weights
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
 from dflash_lightning.functional.anchors import block_ids
 from dflash_lightning.functional.objective import ChunkedHead, decay_gamma, position_weights
+from dflash_lightning.functional.optimizer import make_optimizer
 from dflash_lightning.functional.schedule import Schedule, schedule_factor
+from dflash_lightning.functional.step_statistics import StepStatistics
 from dflash_lightning.metrics import BlockMetrics
+from dflash_lightning.resume import ResumableModule
 from dflash_lightning.target import HFTarget
 
 
@@ -34,7 +39,7 @@ class StepSums(NamedTuple):
     correct: Tensor
 
 
-class DFlashModule(L.LightningModule):
+class DFlashModule(ResumableModule):
     """Trains a drafter for a frozen target.
 
     The loss is one ratio over all ranks and accumulated batches: sum of weighted losses over sum of
@@ -44,7 +49,8 @@ class DFlashModule(L.LightningModule):
         target: The frozen target (verifier).
         drafter: The dials of the drafter.
         init: ``target`` starts from the target's final norm, last layers and an averaging fusion
-            where shapes allow; ``random`` does not.
+            where shapes allow; ``random`` does not; the path of an exported drafter or of a
+            checkpoint starts a new run from its weights.
         loss_decay_gamma: Decay constant of the position weights in tokens; null is the paper's for
             the block size.
         lr: Peak learning rate.
@@ -54,13 +60,17 @@ class DFlashModule(L.LightningModule):
         weight_decay: On matrices only.
         betas: Of AdamW.
         seed: Of the random start.
+        shard_optimizer: Keep AdamW's moments spread over the ranks: the same updates, less memory.
+        activation_checkpointing: Recompute each draft layer in the backward pass: less memory, a
+            third more time in the drafter.
+        max_skipped_steps: Updates in a row that may be skipped as not finite before the run ends.
     """
 
     def __init__(
         self,
         target: HFTarget,
         drafter: DrafterConfig = DrafterConfig(),
-        init: Literal["target", "random"] = "target",
+        init: str = "target",
         loss_decay_gamma: float | None = None,
         lr: float = 6e-4,
         warmup_ratio: float = 0.04,
@@ -69,6 +79,9 @@ class DFlashModule(L.LightningModule):
         weight_decay: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.95),
         seed: int = 0,
+        shard_optimizer: bool = False,
+        activation_checkpointing: bool = False,
+        max_skipped_steps: int = 10,
     ) -> None:
         super().__init__()
         if lr <= 0 or not 0 <= warmup_ratio < 1 or (warmup_steps or 0) < 0:
@@ -83,25 +96,30 @@ class DFlashModule(L.LightningModule):
             )
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be at least 0 and below 1, got {betas}.")
+        if max_skipped_steps < 1:
+            raise ValueError(f"max_skipped_steps must be at least 1, got {max_skipped_steps}.")
         self.target = target
-        self.drafter = Drafter(drafter.for_target(target.config))
+        self.drafter = Drafter(
+            drafter.for_target(target.config), checkpoint_layers=activation_checkpointing
+        )
         self.init = init
         self.lr = lr
         self.warmup_ratio = warmup_ratio
         self.warmup_steps = warmup_steps
         self.schedule: Schedule = schedule
         self.weight_decay = weight_decay
-        self.betas = betas
+        self.betas = (betas[0], betas[1])
+        self.shard_optimizer = shard_optimizer
+        self.max_skipped_steps = max_skipped_steps
         spec = self.drafter.spec
         gamma = loss_decay_gamma if loss_decay_gamma is not None else decay_gamma(spec.block_size)
+        self.loss_decay_gamma = gamma
         weights = torch.cat([torch.zeros(1), position_weights(spec.block_size, gamma)])
         self.register_buffer("slot_weights", weights, persistent=False)
         self.head = ChunkedHead()
         self.val_metrics = BlockMetrics(spec.block_size)
-        self.step_stats: dict[str, float] = {}
-        self.skipped_steps = 0
-        self._pending: Tensor | None = None
-        self._fresh = True
+        self.step_stats: dict[str, Any] = {}
+        self.extra = {"wait_seconds": 0.0, "stop": 0.0}  # of this rank; summed with the statistics
         init_random(self.drafter, seed)
 
     # -- before the first step ------------------------------------------------------------------
@@ -109,52 +127,25 @@ class DFlashModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Load the target onto this rank's device and start the drafter from it."""
         self.target.load(self.device)
-        if stage == "fit":
-            if self.trainer.precision == "16-mixed":
-                raise ValueError(
-                    "trainer.precision must not be 16-mixed: sums of losses overflow. Use "
-                    "bf16-mixed or 32-true."
-                )
-            if self.init == "target" and self._fresh:
-                init_from_target(self.drafter, list(self.target.layers), self.target.norm_weight)
-            self._fresh = False
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Weights come from a file: check that they were trained for this target."""
-        if self._trainer is not None and self._trainer.state.fn == "fit":
+        if stage != "fit":
+            return
+        if self.trainer.precision == "16-mixed":
             raise ValueError(
-                "ckpt_path must not be given to fit: a run cannot be continued from a checkpoint. "
-                "Use it with validate, or export its drafter."
+                "trainer.precision must not be 16-mixed: sums of losses overflow. Use "
+                "bf16-mixed or 32-true."
             )
+        if self._fresh:
+            self._start_weights()
         self._fresh = False
-        if "dflash" not in checkpoint:
-            raise ValueError(
-                "ckpt_path must be a checkpoint that dflash-lightning fit wrote; this one was "
-                "written by something else. Give one of a run folder's checkpoints."
-            )
-        found = checkpoint["dflash"]
-        spec = self.drafter.spec.to_dict()
-        differing = {k: (v, spec[k]) for k, v in found["spec"].items() if v != spec[k]}
-        if differing:
-            raise ValueError(
-                "the checkpoint's drafter differs from model.drafter in "
-                + ", ".join(f"{k} ({a} there, {b} here)" for k, (a, b) in differing.items())
-                + ". Give the settings in the run folder's config.yaml."
-            )
-        if self.target.is_loaded and found["target_fingerprint"] != self.target.fingerprint:
-            raise ValueError(
-                f"the checkpoint was trained for target {found['target']} (fingerprint "
-                f"{found['target_fingerprint']}), this run has {self.target.path} "
-                f"({self.target.fingerprint}). Give the same target."
-            )
+        ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        self.statistics = StepStatistics(self._data.plan.boundaries, **ranks)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Name the target; its weights are not in the file."""
-        checkpoint["dflash"] = {
-            "spec": self.drafter.spec.to_dict(),
-            "target": self.target.path,
-            "target_fingerprint": self.target.fingerprint,
-        }
+    def _start_weights(self) -> None:
+        """Give a new run its first weights."""
+        if self.init == "target":
+            init_from_target(self.drafter, list(self.target.layers), self.target.norm_weight)
+        elif self.init != "random":
+            load_weights(self.drafter, Path(self.init))
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -183,32 +174,51 @@ class DFlashModule(L.LightningModule):
     def training_step(self, batch: Batch) -> Tensor:
         """Return the numerator of the loss; the denominator follows once all weights are known."""
         s = self.sums(batch)
-        counts = [
-            len(batch.rows),
-            int(batch.lengths.sum()),
-            batch.input_ids.numel(),
-            len(batch.labels),
-        ]
-        sums = torch.stack(
-            [s.weights.double().sum(), s.numerator.detach().double(), s.correct.double().sum()]
+        slots_of_row = batch.anchors.shape[1] * self.drafter.spec.block_size
+        self._statistics.add(
+            rows=batch.rows,
+            lengths=batch.lengths,
+            row_of_label=batch.label_slots // slots_of_row,
+            weights=s.weights,
+            cross_entropy=s.cross_entropy,
+            correct=s.correct,
+            padded_tokens=batch.input_ids.numel(),
+            anchors=batch.anchor_valid.sum(),
         )
-        sums = torch.cat([sums, torch.tensor(counts, dtype=torch.float64, device=sums.device)])
-        self._pending = sums if self._pending is None else self._pending + sums
         return s.numerator
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+    @property
+    def _statistics(self) -> StepStatistics:
+        if self.statistics is None:
+            raise RuntimeError("DFlashModule.setup('fit') must run before a training step.")
+        return self.statistics
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn the summed gradient into that of the global ratio, before clipping."""
-        total = self.trainer.strategy.reduce(self._pending, reduce_op="sum")
-        self._pending = None
-        weight = total[0]
+        strategy = self.trainer.strategy
+        totals = self._statistics.reduce(
+            lambda sums: strategy.reduce(sums, reduce_op="sum"), extra=list(self.extra.values())
+        )
         # DDP averaged over ranks and Lightning divided by the accumulation: undo both, divide by
         # the weight.
-        factor = (
-            self.trainer.world_size * self.trainer.accumulate_grad_batches / weight.clamp_min(1e-20)
-        )
+        batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        factor = batches / totals.weight.clamp_min(1e-20)
         gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, factor.float())
-        self._log_step(total)
+        stats = totals.read()
+        summed = dict(zip(self.extra, stats.pop("extra"), strict=True))
+        self.extra = dict.fromkeys(self.extra, 0.0)
+        self.progress["tokens_seen"] += int(stats["tokens"])
+        self.step_stats = {
+            **stats,
+            "step": self.trainer.global_step,
+            "epoch": self._data.epoch,
+            "lr": optimizer.param_groups[0]["lr"],
+            "tokens_seen": self.progress["tokens_seen"],
+            "restart": self.progress["restarts"],
+            "wait_seconds": summed["wait_seconds"] / self.trainer.world_size,
+            "stop": summed["stop"],
+        }
 
     def configure_gradient_clipping(
         self,
@@ -224,32 +234,30 @@ class DFlashModule(L.LightningModule):
             )
         norm = torch.nn.utils.clip_grad_norm_(
             self.drafter.parameters(), gradient_clip_val or math.inf
-        )
-        skip = not torch.isfinite(norm) or self.step_stats["weight"] == 0
-        self.skipped_steps += skip
-        self.log("train/grad_norm", norm, batch_size=1)
-        self.log("train/skipped_steps", float(self.skipped_steps), batch_size=1)
+        ).item()
+        skip = not math.isfinite(norm) or self.step_stats["weight"] == 0
+        self.progress["skipped_steps"] += skip
+        self.progress["skips_in_a_row"] = self.progress["skips_in_a_row"] + 1 if skip else 0
+        self.step_stats |= {"grad_norm": norm, "skipped": int(skip)}
+        self._log_step()
         if skip:
             # No gradient at all: AdamW then touches neither weights nor moments nor its step count.
             for parameter in self.drafter.parameters():
                 parameter.grad = None
 
-    def _log_step(self, total: Tensor) -> None:
+    @property
+    def skipped_steps(self) -> int:
+        """Updates of the run that were skipped."""
+        return self.progress["skipped_steps"]
+
+    def _log_step(self) -> None:
         """Log ratios of global sums: every rank logs the same numbers under the same keys."""
-        weight, numerator, correct, rows, tokens, padded, labels = total.tolist()
-        stats = {
-            "loss": numerator / max(weight, 1e-20),
-            "accuracy": correct / max(labels, 1),
-            "rows": rows,
-            "tokens": tokens,
-            "labels": labels,
-            "weight": weight,
-            "padding_fraction": 1 - tokens / padded,
-        }
-        self.step_stats = stats
-        for name, value in stats.items():
-            self.log(f"train/{name}", value, batch_size=1)
-        self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], batch_size=1)
+        stats = self.step_stats
+        names = ("loss", "accuracy", "rows", "tokens", "labels", "weight", "lr", "grad_norm")
+        values = {name: float(stats[name]) for name in (*names, "tokens_seen")}
+        values["padding_fraction"] = 1 - stats["tokens"] / stats["padded_tokens"]
+        values["skipped_steps"] = float(self.skipped_steps)
+        self.log_dict({f"train/{name}": v for name, v in values.items()}, batch_size=1)
 
     # -- validation -----------------------------------------------------------------------------
 
@@ -271,37 +279,21 @@ class DFlashModule(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW on float32 weights, with a schedule that moves once per optimizer step."""
-        matrices = [p for p in self.drafter.parameters() if p.dim() > 1]
-        vectors = [p for p in self.drafter.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas)
-        total = self.total_steps()
-        warmup = (
-            self.warmup_steps if self.warmup_steps is not None else round(self.warmup_ratio * total)
+        optimizer = make_optimizer(
+            self.drafter,
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            shard=self.shard_optimizer and self.trainer.world_size > 1,
         )
+        total = self.total_steps()
+        warmup = self._kept_warmup if self._kept_warmup is not None else self._warmup(total)
 
         def factor(step: int) -> float:
             return schedule_factor(
                 step, warmup_steps=warmup, total_steps=total, schedule=self.schedule
             )
 
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        per_step = {"scheduler": scheduler, "interval": "step"}
+        self._schedule = LambdaLR(optimizer, factor)
+        per_step = {"scheduler": self._schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": per_step}
-
-    def total_steps(self) -> int:
-        """Optimizer steps of the run, from the plans of all its epochs."""
-        trainer: Any = self.trainer
-        epochs = trainer.max_epochs
-        if epochs in (None, -1):
-            if trainer.max_steps == -1:
-                raise ValueError(
-                    "trainer.max_epochs or trainer.max_steps must be set: the schedule ends with "
-                    "the run. Set max_epochs."
-                )
-            return trainer.max_steps
-        at_most = None if trainer.max_steps == -1 else trainer.max_steps
-        return trainer.datamodule.num_steps(epochs, at_most=at_most)

@@ -1,15 +1,15 @@
 """The data module: opens the store, plans every epoch, and reshuffles within the length buckets."""
 
 import signal
-from dataclasses import replace
+import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import lightning as L
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from dflash_lightning.assets import CHATS, cache_folder
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
@@ -17,7 +17,9 @@ from dflash_lightning.batching.report import PlanReport
 from dflash_lightning.data.checks import check_store, refuse_partial_epochs
 from dflash_lightning.data.collate import Batch, RowBatches
 from dflash_lightning.data.features import FeatureCache
+from dflash_lightning.data.loops import mend_progress, tell_epoch_length
 from dflash_lightning.data.prepare import prepare_store
+from dflash_lightning.data.run_plan import Position, RunPlan
 from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
 from dflash_lightning.data.store import RowStore, check_val_fraction, split_rows
 from dflash_lightning.drafter.model import Drafter
@@ -78,12 +80,10 @@ class DFlashDataModule(L.LightningDataModule):
         self.anchors_per_row = anchors_per_row
         self.cache_features = cache_features
         self.block_size = block_size
-        self.epoch = 0
         self.rank, self.world_size, self.accumulate = 0, 1, 1
         self.features: dict[Path, FeatureCache] = {}
-        self._plan: EpochPlan | None = None
+        self._run_plan: RunPlan | None = None
         self._val_plan: EpochPlan | None = None
-        self._steps: dict[tuple[Batching, int, int, int, int], int] = {}
 
     def prepare_data(self) -> None:
         """Fetch the target and prepare the embedded data, on one process."""
@@ -107,10 +107,17 @@ class DFlashDataModule(L.LightningDataModule):
             refuse_partial_epochs(self.trainer)
             self.rank, self.world_size = self.trainer.global_rank, self.trainer.world_size
             self.accumulate = self.trainer.accumulate_grad_batches
-            self.epoch = self.trainer.current_epoch
             self._fit_to_model(self.trainer)
-        self._steps = {}
-        self._plan = self._make_plan(self.epoch)
+        self._run_plan = RunPlan(
+            self.train_store.lengths[self.train_rows],
+            self.batching,
+            seed=self.seed,
+            world_size=self.world_size,
+            accumulate=self.accumulate,
+            epoch=0 if self.trainer is None else self.trainer.current_epoch,
+            step=self._step,
+            quiet=self.rank > 0,
+        )
         self._val_plan = self._plan_validation()
 
     def _fit_to_model(self, trainer: L.Trainer) -> None:
@@ -137,67 +144,78 @@ class DFlashDataModule(L.LightningDataModule):
         return cast("TrainsDrafter", self.trainer.lightning_module)
 
     @property
-    def plan(self) -> EpochPlan:
-        """The plan of the current epoch; exists after :meth:`setup`."""
-        if self._plan is None:
+    def run_plan(self) -> RunPlan:
+        """The plans of the run's epochs; exists after :meth:`setup`."""
+        if self._run_plan is None:
             raise RuntimeError(
                 "DFlashDataModule.setup() must run before its plan is used: call setup('fit'), or "
                 "give it to trainer.fit."
             )
-        return self._plan
+        return self._run_plan
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan that is being trained: the current epoch's, or what a restart left of it."""
+        return self.run_plan.plan
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch."""
+        return self.run_plan.epoch
 
     @property
     def tokens_per_epoch(self) -> int:
         """Real tokens that all ranks together see in an epoch."""
-        return int(self.train_store.lengths[self.train_rows].sum())
+        return self.run_plan.tokens_per_epoch
 
     def num_steps(self, epochs: int, *, at_most: int | None = None) -> int:
-        """Optimizer steps of the first ``epochs`` epochs, exactly.
-
-        Epochs differ by a few steps, so each is planned once; only its number of steps is kept.
-
-        Args:
-            epochs: How many epochs.
-            at_most: Where the run ends anyway; no epoch beyond is planned.
-        """
-        steps = 0
-        bar = tqdm(range(epochs), "planning", unit="epoch", delay=2, disable=self.rank > 0 or None)
-        for epoch in bar:
-            if at_most is not None and steps >= at_most:
-                return at_most
-            steps += self._steps_of(epoch)
-        return steps if at_most is None else min(steps, at_most)
+        """Optimizer steps up to the end of an epoch; see :meth:`RunPlan.num_steps`."""
+        return self.run_plan.num_steps(epochs, at_most=at_most)
 
     def num_tokens(self, steps: int) -> int:
-        """Real tokens of the first steps of a run, taking the steps of an epoch as equal."""
-        epoch, tokens = 0, 0.0
-        while steps > 0:
-            planned = self._steps_of(epoch)
-            tokens += self.tokens_per_epoch * min(1.0, steps / planned)
-            steps -= planned
-            epoch += 1
-        return round(tokens)
-
-    def _steps_of(self, epoch: int) -> int:
-        """Optimizer steps of an epoch; planned where that was not done before."""
-        _ = self.plan  # refused before setup
-        if self._key(epoch) not in self._steps:
-            self._make_plan(epoch)
-        return self._steps[self._key(epoch)]
-
-    def _key(self, epoch: int) -> tuple[Batching, int, int, int, int]:
-        """What the steps of an epoch depend on, besides the rows."""
-        return self.batching, self.seed, self.world_size, self.accumulate, epoch
+        """Real tokens of the first steps of the run; see :meth:`RunPlan.num_tokens`."""
+        return self.run_plan.num_tokens(steps)
 
     def set_epoch(self, epoch: int) -> None:
         """Reshuffle within the length buckets for another epoch; nothing for the current one."""
-        _ = self.plan  # refused before setup
-        if epoch == self.epoch:
+        if not self.run_plan.set_epoch(epoch, self._step):
             return
-        self.epoch = epoch
-        self._plan = self._make_plan(epoch)
         if self.trainer is not None:
-            _tell_epoch_length(self.trainer, self._plan.num_steps * self.accumulate)
+            tell_epoch_length(self.trainer, self.plan.num_steps * self.accumulate)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the rows of a batch and their anchors, by full name, in plain types."""
+        batching = {f"data.batching.{k}": v for k, v in asdict(self.batching).items()}
+        return {
+            **batching,
+            "data.batching.boundaries": list(self.plan.boundaries),
+            "data.seed": self.seed,
+            "data.store": self.train_store.fingerprint,
+            "data.val_fraction": 0.0 if self.val_store_path else self.val_fraction,
+            "data.anchor_rate": self.anchor_rate,
+            "data.anchors_per_row": self.anchors_per_row,
+        }
+
+    def position(self) -> Position:
+        """Where the run is: after the last finished optimizer step, however far workers are."""
+        return self.run_plan.position(self._step)
+
+    def resume(self, checkpoint: dict[str, Any], position: Position) -> None:
+        """Go on from a checkpoint's position, and make its loops agree with the plan.
+
+        Args:
+            checkpoint: Lightning's, before its loops are restored.
+            position: Where it stands.
+        """
+        self.run_plan.resume(position, checkpoint["global_step"])
+        first_batch = self.run_plan.first_step * self.accumulate
+        mend_progress(checkpoint, position, first_batch)
+        # Lightning cannot know that the sampler begins where the position says.
+        warnings.filterwarnings("ignore", message=r".*your dataloader is\s+not resumable")
+
+    @property
+    def _step(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_step
 
     def report(self) -> PlanReport:
         """Padding, waiting and mixing of the current plan; prints well, also in a notebook."""
@@ -225,18 +243,6 @@ class DFlashDataModule(L.LightningDataModule):
             return plan_epoch(lengths, in_order, seed=0, epoch=0)
         except ValueError as error:
             raise ValueError(f"validation rows: {error}") from error
-
-    def _make_plan(self, epoch: int) -> EpochPlan:
-        plan = plan_epoch(
-            self.train_store.lengths[self.train_rows],
-            self.batching,
-            seed=self.seed,
-            epoch=epoch,
-            world_size=self.world_size,
-            accumulate=self.accumulate,
-        )
-        self._steps[self._key(epoch)] = plan.num_steps
-        return plan
 
     def _loader(self, store: RowStore, sampler: BucketSampler | ValidationSampler) -> DataLoader:
         rows = RowBatches(
@@ -279,21 +285,7 @@ class TrainsDrafter(Protocol):
     drafter: Drafter
 
 
-def _tell_epoch_length(trainer: L.Trainer, num_batches: int) -> None:
-    """Lightning fixes the batches of an epoch, and when to validate, at the first one.
-
-    A longer epoch would be cut to it and lose rows; a shorter one would end without validation.
-    """
-    loop = trainer.fit_loop
-    if loop._combined_loader is None or trainer.limit_train_batches != 1.0:
-        return
-    loop.max_batches = num_batches
-    loop._combined_loader.limits = [num_batches]
-    if isinstance(trainer.val_check_interval, float):
-        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
-
-
 def _ignore_signals(_worker: int) -> None:
     """A signal to the process group is for the main process; workers end when it does."""
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)

@@ -8,26 +8,28 @@ from torch.utils.data import DistributedSampler
 
 from dflash_lightning.batching import EpochPlan
 from dflash_lightning.data.collate import BatchIndex
+from dflash_lightning.data.run_plan import RunPlan
 
 
 class PlanHolder(Protocol):
     """What the sampler asks of the data module."""
 
-    epoch: int
     rank: int
     accumulate: int
     train_rows: np.ndarray
 
     @property
-    def plan(self) -> EpochPlan:
-        """The plan of the current epoch."""
+    def run_plan(self) -> RunPlan:
+        """The plans of the run's epochs."""
 
     def set_epoch(self, epoch: int) -> None:
         """Plan another epoch."""
 
 
 class BucketSampler(DistributedSampler):
-    """Yields this rank's batches of the current plan, in order.
+    """Yields this rank's batches of the current plan, in order, from where the run is.
+
+    Its length counts the whole plan: Lightning adds what a restarted run has behind it.
 
     The base class is there for Lightning's ``isinstance`` check only: it leaves such a sampler
     alone under DDP and calls ``set_epoch`` on it.
@@ -40,14 +42,15 @@ class BucketSampler(DistributedSampler):
         self.holder = holder  # no super().__init__(): nothing of the base class is used
 
     def __len__(self) -> int:
-        return self.holder.plan.num_steps * self.holder.accumulate
+        return self.holder.run_plan.plan.num_steps * self.holder.accumulate
 
     def __iter__(self) -> Iterator[BatchIndex]:
-        h = self.holder
-        for batch in range(len(self)):
-            step, micro = divmod(batch, h.accumulate)
-            rows = h.train_rows[h.plan.rows(step, h.rank, micro)]
-            yield BatchIndex(h.epoch, rows, h.plan.width(step, h.rank, micro))
+        h, run = self.holder, self.holder.run_plan
+        plan, epoch = run.plan, run.epoch
+        for step in range(run.first_step, plan.num_steps):
+            for micro in range(h.accumulate):
+                rows = h.train_rows[plan.rows(step, h.rank, micro)]
+                yield BatchIndex(epoch, rows, plan.width(step, h.rank, micro))
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning before each epoch."""

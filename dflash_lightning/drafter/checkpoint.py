@@ -69,19 +69,50 @@ def export(ckpt: Path, folder: Path, *, dtype: Literal["float32", "bfloat16"] = 
         folder: Made if needed; files of the same names are replaced.
         dtype: Dtype of the exported weights.
     """
-    if not zipfile.is_zipfile(ckpt):
-        raise ValueError(f"ckpt must be a checkpoint file of fit; {ckpt} is none.")
-    saved = torch.load(ckpt, map_location="cpu", weights_only=True)
+    drafter, saved = _from_checkpoint(ckpt, "ckpt")
+    notes = f"Trained with dflash_lightning for {saved['global_step']} optimizer steps."
+    export_drafter(drafter, folder, target=saved["dflash"]["target"], dtype=dtype, notes=notes)
+
+
+def load_weights(drafter: Drafter, path: Path) -> None:
+    """Start a drafter from the weights of another of the same description.
+
+    Args:
+        drafter: Changed in place; keeps its dtype.
+        path: An exported drafter's folder, or a checkpoint of ``fit``.
+
+    Raises:
+        ValueError: Path is neither, or describes another drafter.
+    """
+    if (path / "config.json").is_file():
+        source = load_drafter(path)
+    else:
+        source, _ = _from_checkpoint(path, "model.init")
+    theirs, ours = source.spec.to_dict(), drafter.spec.to_dict()
+    differing = {k: (v, ours[k]) for k, v in theirs.items() if v != ours[k]}
+    if differing:
+        raise ValueError(
+            f"model.init must be a drafter like model.drafter; {path} differs in "
+            + ", ".join(f"{k} ({a} there, {b} here)" for k, (a, b) in differing.items())
+            + ". Give its settings."
+        )
+    drafter.load_state_dict(source.state_dict())
+
+
+def _from_checkpoint(path: Path, setting: str) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter of a training checkpoint, and the checkpoint."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{setting} must be a checkpoint file of fit; {path} is none.")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
     if "dflash" not in saved:
-        raise ValueError(f"ckpt must be a checkpoint of dflash-lightning fit; {ckpt} is none.")
+        raise ValueError(f"{setting} must be a checkpoint of dflash-lightning fit; {path} is none.")
     drafter = Drafter(DrafterSpec.from_dict(saved["dflash"]["spec"]))
     prefix = "drafter."
     weights = {
         k.removeprefix(prefix): v for k, v in saved["state_dict"].items() if k.startswith(prefix)
     }
-    _fill(drafter, weights, f"{ckpt} does not hold the drafter that it describes")
-    notes = f"Trained with dflash_lightning for {saved['global_step']} optimizer steps."
-    export_drafter(drafter, folder, target=saved["dflash"]["target"], dtype=dtype, notes=notes)
+    _fill(drafter, weights, f"{path} does not hold the drafter that it describes")
+    return drafter, saved
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype | None = None) -> Drafter:

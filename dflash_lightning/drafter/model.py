@@ -6,6 +6,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dflash_lightning.drafter.attention import (
     Chunk,
@@ -85,14 +86,19 @@ class Drafter(nn.Module):
         spec: The drafter, complete; ``DrafterConfig(...).for_target(config)`` makes one.
         chunk_anchors: Anchors of a row that attend together on the sdpa path; 16 to 32 measured
             best.
+        checkpoint_layers: Keep only the inputs of each layer for the backward pass, which
+            recomputes the rest.
     """
 
     inverse_frequencies: Tensor
 
-    def __init__(self, spec: DrafterSpec, chunk_anchors: int = 16) -> None:
+    def __init__(
+        self, spec: DrafterSpec, chunk_anchors: int = 16, *, checkpoint_layers: bool = False
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.chunk_anchors = chunk_anchors
+        self.checkpoint_layers = checkpoint_layers
         features = len(spec.target_layer_ids) * spec.hidden_size
         self.fc = nn.Linear(features, spec.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -196,8 +202,20 @@ class Drafter(nn.Module):
         self, x: Tensor, angles: Tensor, context: list[KeyValue], chunks: list[Chunk] | None
     ) -> Tensor:
         x = x.to(self.fc.weight.dtype)
+        recompute = self.checkpoint_layers and torch.is_grad_enabled()
         for layer, layer_context in zip(self.draft_layers, context, strict=True):
-            x = layer(x, angles, layer_context, chunks)
+            if recompute:  # nothing in a layer is random
+                x = checkpoint(
+                    layer,
+                    x,
+                    angles,
+                    layer_context,
+                    chunks,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                x = layer(x, angles, layer_context, chunks)
         return self.norm(x)
 
 

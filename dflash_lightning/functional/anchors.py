@@ -19,6 +19,36 @@ def valid_anchors(loss_mask: np.ndarray) -> np.ndarray:
     return np.flatnonzero(loss_mask[:-1] & loss_mask[1:])
 
 
+def most_anchors(lengths: np.ndarray, *, rate: float, limit: int) -> np.ndarray:
+    """What no row of a length can exceed in anchors, whatever is supervised in it.
+
+    Args:
+        lengths: Row lengths in tokens, integers ``[R]``.
+        rate: Anchors per supervised token.
+        limit: Most anchors of a row.
+
+    Returns:
+        Bounds, int64 ``[R]``.
+
+    >>> import numpy as np
+    >>> most_anchors(np.array([1, 2, 9, 5000]), rate=0.25, limit=512).tolist()
+    [0, 1, 3, 512]
+    """
+    by_rate = np.ceil(rate * lengths).astype(np.int64)
+    return np.minimum(np.minimum(by_rate, limit), lengths - 1)
+
+
+def num_anchors(loss_mask: np.ndarray, *, rate: float, limit: int) -> int:
+    """How many anchors a row has; arguments as ``draw_anchors``.
+
+    >>> import numpy as np
+    >>> num_anchors(np.array([False, True, True, True, False, True]), rate=0.5, limit=512)
+    2
+    """
+    valid = int(np.count_nonzero(loss_mask[:-1] & loss_mask[1:]))
+    return min(valid, limit, math.ceil(rate * int(np.count_nonzero(loss_mask))))
+
+
 def draw_anchors(
     loss_mask: np.ndarray, *, rate: float, limit: int, key: tuple[int, ...]
 ) -> np.ndarray:
@@ -42,7 +72,7 @@ def draw_anchors(
     1
     """
     valid = valid_anchors(loss_mask)
-    count = min(len(valid), limit, math.ceil(rate * int(loss_mask.sum())))
+    count = num_anchors(loss_mask, rate=rate, limit=limit)
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
     return np.sort(generator.choice(valid, size=count, replace=False))
 

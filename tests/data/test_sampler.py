@@ -239,7 +239,7 @@ def test_no_epoch_beyond_the_end_of_the_run_is_planned(store, monkeypatch) -> No
         planned.append(epoch)
         return plan_epoch(lengths, batching, epoch=epoch, **key)
 
-    monkeypatch.setattr("dflash_lightning.data.datamodule.plan_epoch", counted)
+    monkeypatch.setattr("dflash_lightning.data.run_plan.plan_epoch", counted)
     first = data.plan.num_steps
     assert data.num_steps(1000, at_most=first + 1) == first + 1
     assert planned == [1]
@@ -249,6 +249,7 @@ def test_no_epoch_beyond_the_end_of_the_run_is_planned(store, monkeypatch) -> No
     assert 0 < data.num_tokens(1) < data.tokens_per_epoch
     assert planned == [1]
     data.seed = 7  # another seed, other steps: nothing is taken from the old one
+    data.setup("fit")
     data.num_steps(2)
     assert planned == [1, 0, 1]
 

@@ -142,7 +142,7 @@ def test_a_fit_plans_an_epoch_to_count_its_steps_and_to_train_it_and_keeps_one_p
     store: RowStore, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = Planned(UNEVEN)
-    monkeypatch.setattr("dflash_lightning.data.datamodule.plan_epoch", planned)
+    monkeypatch.setattr("dflash_lightning.data.run_plan.plan_epoch", planned)
     data = make_data(store, batching=UNEVEN)
     watch = Watch(planned)
     trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[RunReport(), watch])
@@ -160,7 +160,7 @@ def test_steps_are_counted_once_for_each_epoch_and_exactly(
     store: RowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = Planned(UNEVEN)
-    monkeypatch.setattr("dflash_lightning.data.datamodule.plan_epoch", planned)
+    monkeypatch.setattr("dflash_lightning.data.run_plan.plan_epoch", planned)
     data = make_data(store, batching=UNEVEN)
     data.setup("fit")
     lengths = store.lengths[data.train_rows]

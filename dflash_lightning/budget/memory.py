@@ -1,0 +1,220 @@
+"""The memory sheet of one GPU: what is always there, and the most that any phase adds."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from dflash_lightning.budget.activations import (
+    BatchLoad,
+    backward_bytes,
+    block_bytes,
+    cast_bytes,
+    context_bytes,
+    mask_bytes,
+    score_bytes,
+    target_peak,
+)
+from dflash_lightning.budget.sizes import TargetSizes, drafter_parameters
+from dflash_lightning.drafter.config import DrafterSpec
+
+Phase = Literal["always", "target", "drafter", "optimizer"]
+
+CONTEXT = 700_000_000  # CUDA context, cuBLAS and cuDNN workspaces: rule of thumb
+NCCL = 800_000_000  # communicators and their buffers on eight GPUs: rule of thumb
+FRAGMENTATION = 0.03  # of everything else: rule of thumb for the caching allocator
+HEAD_CHUNK = 100_000_000  # ChunkedHead's default, in bytes of float32 logits
+
+
+class Line(NamedTuple):
+    """One item of the sheet.
+
+    Args:
+        name: What it is.
+        bytes: How much.
+        phase: When it is there.
+        why: One sentence: how it is computed.
+    """
+
+    name: str
+    bytes: int
+    phase: Phase
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How the run trains.
+
+    Args:
+        ranks: GPUs.
+        target_bytes: Bytes of a number of the target.
+        compute_bytes: Bytes of a number in the drafter's products: 2 under bf16-mixed, else 4.
+        gradients: Copies of all gradients on a GPU.
+        shard_optimizer: Whether each GPU keeps its share of the moments only.
+        activation_checkpointing: Whether draft layers are computed again in the backward pass.
+    """
+
+    ranks: int = 1
+    target_bytes: int = 2
+    compute_bytes: int = 2
+    gradients: int = 1
+    shard_optimizer: bool = False
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """All lines, and their peak.
+
+    Args:
+        lines: Items in order of the run.
+        unfused: Bytes that attention without a fused kernel would add.
+    """
+
+    lines: tuple[Line, ...]
+    unfused: int
+
+    def total(self, phase: Phase) -> int:
+        """Bytes of one phase alone."""
+        return sum(line.bytes for line in self.lines if line.phase == phase)
+
+    @property
+    def worst_phase(self) -> Phase:
+        """The phase that decides the peak."""
+        phases: tuple[Phase, ...] = ("target", "drafter", "optimizer")
+        return max(phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment: what is always there, and the largest phase."""
+        return self.total("always") + self.total(self.worst_phase)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {
+            "peak_bytes": self.peak,
+            "worst_phase": self.worst_phase,
+            "unfused_attention_bytes": self.unfused,
+            "lines": [line._asdict() for line in self.lines],
+        }
+
+
+def memory(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup) -> Sheet:
+    """Bytes of everything on one GPU.
+
+    Args:
+        target: The target.
+        spec: The drafter.
+        load: The heaviest batch.
+        setup: How the run trains.
+    """
+    lines = [
+        *_weights(target, spec, setup),
+        *_target_phase(target, spec, load, setup),
+        *_drafter_phase(spec, load, setup),
+        *_head(target, spec, load, setup),
+    ]
+    shard = setup.ranks if setup.shard_optimizer else 1
+    lines.append(
+        Line("optimizer's scratch", 4 * drafter_parameters(spec) // shard, "optimizer",
+             "root of the second moments, float32")
+    )  # fmt: skip
+    lines.extend(_reserve(Sheet(tuple(lines), 0).peak, setup))
+    unfused = score_bytes(spec, load) * (
+        1 if setup.activation_checkpointing else spec.num_layers
+    )
+    return Sheet(tuple(lines), unfused)
+
+
+def _weights(target: TargetSizes, spec: DrafterSpec, setup: Setup) -> list[Line]:
+    count = drafter_parameters(spec)
+    shard = setup.ranks if setup.shard_optimizer else 1
+    drafter = f"{count / 1e9:.3f} B x"
+    shared = f" / {shard} GPUs" if shard > 1 else ", on every GPU"
+    return [
+        Line(
+            "target weights",
+            target.parameters * setup.target_bytes,
+            "always",
+            f"{target.parameters / 1e9:.3f} B x {setup.target_bytes} bytes, all layers and the head",
+        ),
+        Line("drafter weights", 4 * count, "always", f"{drafter} 4 bytes, float32"),
+        Line(
+            "gradients",
+            4 * count * setup.gradients,
+            "always",
+            f"{drafter} 4 bytes x {setup.gradients}"
+            + (", and DDP's buckets" if setup.gradients > 1 else ", in DDP's buckets or alone"),
+        ),
+        Line("moments", 8 * count // shard, "always", f"{drafter} 2 x 4 bytes{shared}"),
+    ]
+
+
+def _target_phase(
+    target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup
+) -> list[Line]:
+    kinds = set(target.layer_types[: max(spec.target_layer_ids) + 1])
+    why = f"{load.tokens:,} tokens: the worst layer's tensors, and features so far"
+    if "linear_attention" in kinds:
+        why = f"{load.tokens:,} tokens: linear attention without its own kernel; features"
+    peak = target_peak(target, spec.target_layer_ids, load.tokens, setup.target_bytes)
+    return [Line("target forward", peak, "target", why)]
+
+
+def _drafter_phase(spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Line]:
+    size, features = setup.compute_bytes, len(spec.target_layer_ids) * spec.hidden_size
+    checkpointing = setup.activation_checkpointing
+    blocks = f"{load.slots:,} blocks x {spec.block_size}"
+    kept = "layer inputs and one whole layer" if checkpointing else f"all {spec.num_layers} layers"
+    sizes = {
+        "context features": (
+            load.tokens * features * setup.target_bytes,
+            f"{load.tokens:,} x {features:,} x {setup.target_bytes} bytes, from the target",
+        ),
+        "autocast copies": (
+            cast_bytes(spec, load, size, checkpointing=checkpointing),
+            "matrices in bfloat16, 2 bytes a weight",
+        ),
+        "drafter context": (
+            context_bytes(spec, load.tokens, size),
+            f"{load.tokens:,} tokens: fused features, keys, values",
+        ),
+        "drafter blocks": (
+            block_bytes(spec, load, size, checkpointing=checkpointing),
+            f"{blocks} tokens: {kept}",
+        ),
+        "attention masks": (
+            mask_bytes(spec, load, size),
+            f"{blocks} tokens x {load.visible:,.0f} context seen, per layer type",
+        ),
+        "gradients in flight": (backward_bytes(spec, load, size), "of one layer going backwards"),
+    }
+    return [Line(name, count, "drafter", why) for name, (count, why) in sizes.items()]
+
+
+def _head(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Line]:
+    rows = max(1, HEAD_CHUNK // (4 * target.vocab_size))
+    narrow = setup.target_bytes if setup.target_bytes < 4 else 0
+    labels = load.slots * (spec.block_size - 1)
+    return [
+        Line(
+            "head's buffers",
+            rows * target.vocab_size * (4 + narrow),
+            "drafter",
+            f"{rows:,} rows of {target.vocab_size:,} logits, float32 and as computed",
+        ),
+        Line(
+            "head's gradient",
+            labels * spec.hidden_size * 8,
+            "drafter",
+            f"{labels:,} labelled tokens: hidden states and gradient, float32",
+        ),
+    ]
+
+
+def _reserve(peak: int, setup: Setup) -> list[Line]:
+    fixed = CONTEXT + (NCCL if setup.ranks > 1 else 0)
+    name = "CUDA and NCCL" if setup.ranks > 1 else "CUDA"
+    return [
+        Line(name, fixed, "always", "context, workspaces, communicators: a rule of thumb"),
+        Line("fragmentation", int(FRAGMENTATION * peak), "always", "3 % of the peak so far"),
+    ]

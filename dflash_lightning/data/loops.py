@@ -1,0 +1,49 @@
+"""What Lightning's loops must be told, lest they lose rows silently.
+
+Lightning fixes the batches of an epoch once, and counts a checkpoint's batches against whatever the
+next epoch holds. Here epochs differ in length, and what is left of one may be dealt anew.
+"""
+
+from typing import Any
+
+import lightning as L
+
+from dflash_lightning.data.run_plan import Position
+
+
+def tell_epoch_length(trainer: L.Trainer, num_batches: int) -> None:
+    """Say how many batches the epoch has that begins now, and when to validate in it.
+
+    A longer epoch would be cut to the first one's length; a shorter one would end without
+    validation.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is None or trainer.limit_train_batches != 1.0:
+        return
+    loop.max_batches = num_batches
+    loop._combined_loader.limits = [num_batches]
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
+def mend_progress(checkpoint: dict[str, Any], position: Position, first_batch: int) -> None:
+    """Make the loops of a checkpoint agree with the plan that goes on.
+
+    Args:
+        checkpoint: Changed in place, before Lightning reads its loops.
+        position: Where the checkpoint stands.
+        first_batch: Batches that a rank has behind it in the plan that goes on.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    batches = loop["epoch_loop.batch_progress"]
+    if not position.finished and batches["current"]["processed"] == first_batch:
+        return  # saved at the end of a step of the same plan: Lightning's own count is right
+    if position.finished:  # say: this epoch is completed, the next not begun
+        for part in ("total", "current"):
+            for name in loop["epoch_progress"][part]:
+                loop["epoch_progress"][part][name] = position.epoch + 1
+    for name in batches["current"]:
+        batches["current"][name] = first_batch
+        batches["total"][name] = batches["total"]["ready"]
+    batches["is_last_batch"] = False
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = checkpoint["global_step"]
