@@ -8,6 +8,7 @@ import traceback
 from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 TOOLS = {
     "regenerate": ("dflash_lightning.data.regenerate", "the target's own answers to train on"),
@@ -29,7 +30,11 @@ TOOLS = {
     ),
 }
 POSITIONAL = ("buckets", "export")  # tools whose required values are given by place
-TRAINER = {"fit": "train a drafter", "validate": "validate a checkpoint"}
+TRAINER = {
+    "fit": "train a drafter",
+    "validate": "validate a checkpoint",
+    "plan": "memory, steps and hours per GPU from a fit configuration alone",
+}
 
 
 def main() -> None:
@@ -66,10 +71,14 @@ def run(name: str, rest: list[str]) -> None:
     elif name in TRAINER:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+        from dflash_lightning.callbacks import Stopped
         from dflash_lightning.cli import build_cli
+        from dflash_lightning.planning import build_plan_cli
 
         try:
-            build_cli()
+            build_plan_cli() if name == "plan" else build_cli()
+        except Stopped as stop:
+            leave(str(stop), stop.code)
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
     else:
@@ -77,6 +86,16 @@ def run(name: str, rest: list[str]) -> None:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
         raise ValueError(f"unknown command {name!r}; {hint}")
+
+
+def leave(line: str, code: int) -> NoReturn:
+    """End a stopped run; ranks other than 0 end with 0, lest the launcher kill the rest."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    if vars(rank_zero_only).get("rank", 0) == 0:
+        sys.stderr.write(f"dflash-lightning fit: {line}\n")
+        sys.exit(code)
+    sys.exit(0)
 
 
 def tool(name: str) -> Callable[..., None]:

@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
@@ -14,8 +15,23 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from dflash_lightning.callbacks import RunReport, TokenProgressBar, ValidateAtBothEnds, run_folder
+from dflash_lightning.budget import refuse_sharded_strategy
+from dflash_lightning.callbacks import (
+    AtomicCheckpointIO,
+    Ledger,
+    ResumePoints,
+    RunReport,
+    TokenProgressBar,
+    ValidateAtBothEnds,
+    WandbRun,
+    check_writable,
+    join_run,
+    run_folder,
+    say,
+)
+from dflash_lightning.checkpoints import newest_complete, read_checkpoint
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import compute_dtype
@@ -58,6 +74,7 @@ class SaveRunConfig(SaveConfigCallback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        keep_older(folder / "config.yaml")
         self.parser.save(
             self.config, folder / "config.yaml", skip_unset=False, overwrite=True, multifile=False
         )
@@ -66,8 +83,17 @@ class SaveRunConfig(SaveConfigCallback):
                 logger.log_hyperparams({"config": self.parser.dump(self.config, skip_unset=False)})
 
 
+def keep_older(path: Path) -> None:
+    """Rename a file of an earlier process of the run to ``NAME-1``, ``NAME-2``, ..."""
+    if path.exists():
+        count = len(list(path.parent.glob(f"{path.stem}-*{path.suffix}")))
+        path.replace(path.with_name(f"{path.stem}-{count + 1}{path.suffix}"))
+
+
 class DFlashCLI(LightningCLI):
     """LightningCLI with this project's links and defaults."""
+
+    checkpoint: Path | None = None
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -94,15 +120,18 @@ class DFlashCLI(LightningCLI):
                 "checkpoint.mode": "max",
                 "checkpoint.filename": "step={step}-est_tau={val/est_tau:.3f}",
                 "checkpoint.auto_insert_metric_name": False,
-                "checkpoint.save_last": True,
             }
         )
+        parser.add_lightning_class_args(ResumePoints, "resume")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and refuse what is no checkpoint before anything tries to read it."""
         super().parse_arguments(parser, args)
         command = self.config.get("subcommand")
         path = self.config.get(f"{command}.ckpt_path")
+        if command == "fit" and path == "auto":
+            self.checkpoint = newest_checkpoint(run_root(self.config["fit"]["trainer"]))
+            return
         if command == "validate" and path is None:
             raise ValueError(
                 "ckpt_path must be given to validate: without it a drafter has random weights. "
@@ -113,23 +142,52 @@ class DFlashCLI(LightningCLI):
                 f"ckpt_path must be a checkpoint file that fit wrote; {path} is none. Give one of "
                 "the files in a run folder's checkpoints."
             )
+        self.checkpoint = None if path is None else Path(path)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the settings alone: Lightning would put the checkpoint's over the user's."""
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Give the checkpoint that was found, whatever word it was asked for with."""
+        given = super()._prepare_subcommand_kwargs(subcommand)
+        return {**given, "ckpt_path": None if self.checkpoint is None else str(self.checkpoint)}
+
+    def before_fit(self) -> None:
+        """Refuse a folder that cannot be written; let the loggers of a restarted run go on."""
+        if self.checkpoint is not None:
+            found = read_checkpoint(self.checkpoint)
+            if found is None:
+                raise ValueError(
+                    f"ckpt_path must be a whole checkpoint of fit; {self.checkpoint} is damaged or "
+                    "of something else. Give another, or auto for the newest whole one."
+                )
+            join_run(self.trainer, found, self.checkpoint)
+        folder = run_folder(self.trainer)
+        if self.trainer.is_global_zero:
+            check_writable(folder)
 
     def before_instantiate_classes(self) -> None:
         """Settle what depends on the hardware, so that the saved configuration says it."""
         config: Any = self.config
         trainer = self._get(config, "trainer")
+        refuse_sharded_strategy(trainer["strategy"])
         if trainer["precision"] is None:
             trainer["precision"] = default_precision(str(trainer["accelerator"]))
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Give every trainer callbacks of its own, without the bar where it is switched off."""
-        callbacks: list[Callback] = [ValidateAtBothEnds(), RunReport()]
+        callbacks: list[Callback] = [WandbRun(), ValidateAtBothEnds(), RunReport()]
         config: Any = self.config_init
         if self._get(config, "trainer")["enable_progress_bar"] is not False:
             callbacks.append(TokenProgressBar())
+        callbacks.append(Ledger())  # last: what others do is no part of a step
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
+        plugins = self._get(config, "trainer").get("plugins") or []
+        plugins = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
+        if SLURMEnvironment.detect():  # Lightning's own way saves inside a signal handler
+            plugins.append(SLURMEnvironment(auto_requeue=False))
         try:
-            return super().instantiate_trainer(**kwargs)
+            return super().instantiate_trainer(plugins=plugins, **kwargs)
         except ValueError as error:
             raise ValueError(f"trainer: {error}") from error
 
@@ -144,6 +202,25 @@ TRAINER_DEFAULTS = {
         "init_args": {"save_dir": "runs", "name": ""},
     },
 }
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint to go on from among a root's run folders; None where a new run starts."""
+    newest, broken = newest_complete(root.glob("*"))
+    for path in broken:
+        say(f"passed over {path}: it is not complete, or holds weights only")
+    say(f"no checkpoint in {root}: a new run" if newest is None else f"going on from {newest}")
+    return newest
+
+
+def run_root(trainer: Any) -> Path:
+    """The folder of run folders that a trainer's configuration names."""
+    loggers = trainer["logger"]
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if logger and logger is not True and logger["class_path"].endswith("CSVLogger"):
+            given = logger["init_args"]
+            return Path(given["save_dir"]) / (given.get("name") or "")
+    return Path(trainer["default_root_dir"] or ".")
 
 
 def default_precision(accelerator: str) -> str:
@@ -162,6 +239,9 @@ def build_cli(args: list[str] | None = None, *, run: bool = True) -> DFlashCLI:
     """
     # Lightning's advertisements and a deprecation inside its own code are not the user's business.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings(
+        "ignore", message="It is recommended to use `self.log"
+    )  # already global
     warnings.filterwarnings("ignore", message="`isinstance\\(treespec, LeafSpec\\)` is deprecated")
     return DFlashCLI(
         DFlashModule,

@@ -119,7 +119,11 @@ class DFlashModule(ResumableModule):
         self.head = ChunkedHead()
         self.val_metrics = BlockMetrics(spec.block_size)
         self.step_stats: dict[str, Any] = {}
-        self.extra = {"wait_seconds": 0.0, "stop": 0.0}  # of this rank; summed with the statistics
+        self.extra = {
+            "wait_seconds": 0.0,
+            "stop": 0.0,
+            "save": 0.0,
+        }  # of this rank; summed with the statistics
         init_random(self.drafter, seed)
 
     # -- before the first step ------------------------------------------------------------------
@@ -217,7 +221,8 @@ class DFlashModule(ResumableModule):
             "tokens_seen": self.progress["tokens_seen"],
             "restart": self.progress["restarts"],
             "wait_seconds": summed["wait_seconds"] / self.trainer.world_size,
-            "stop": summed["stop"],
+            "stop": bool(summed["stop"]),
+            "save": bool(summed["save"]),
         }
 
     def configure_gradient_clipping(
@@ -286,8 +291,7 @@ class DFlashModule(ResumableModule):
             weight_decay=self.weight_decay,
             shard=self.shard_optimizer and self.trainer.world_size > 1,
         )
-        total = self.total_steps()
-        warmup = self._kept_warmup if self._kept_warmup is not None else self._warmup(total)
+        total, warmup = self.total_steps(), self.effective_warmup()
 
         def factor(step: int) -> float:
             return schedule_factor(

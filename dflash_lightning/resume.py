@@ -44,6 +44,7 @@ class ResumableModule(L.LightningModule):
         self.progress = {"tokens_seen": 0, "skipped_steps": 0, "skips_in_a_row": 0, "restarts": 0}
         self.statistics: StepStatistics | None = None
         self.changes: list[Change] = []
+        self.resumed: Position | None = None
         self._kept_warmup: int | None = None
         self._fresh = True
 
@@ -75,6 +76,11 @@ class ResumableModule(L.LightningModule):
         given = self.warmup_steps
         return given if given is not None else round(self.warmup_ratio * total)
 
+    def effective_warmup(self) -> int:
+        """Optimizer steps in which the rate rises; a restart keeps those of the first start."""
+        kept = self._kept_warmup
+        return kept if kept is not None else self._warmup(self.total_steps())
+
     def settings(self) -> dict[str, Any]:
         """What a run depends on, by full name, in plain types."""
         trainer = self.trainer
@@ -104,7 +110,10 @@ class ResumableModule(L.LightningModule):
         }
         if self.trainer.state.fn == "fit" and self.statistics is not None:
             checkpoint["dflash"] |= {
-                "settings": self.settings(),
+                "settings": {
+                    **self.settings(),
+                    "model.warmup_steps": self.effective_warmup(),
+                },
                 "position": self._data.position().to_dict(),
                 "progress": {**self.progress, "statistics": self.statistics.state_dict()},
             }
@@ -137,6 +146,7 @@ class ResumableModule(L.LightningModule):
         self._data.resume(checkpoint, position)
         given = self.settings()
         self.changes = compare_settings(found["settings"], given, mid_epoch=position.is_mid_epoch)
+        self.resumed = position
         self._kept_warmup = found["settings"]["model.warmup_steps"]
 
     def on_train_start(self) -> None:

@@ -68,7 +68,10 @@ def flops_per_step(
         for kind in spec.layer_types
     )
     # gradients of weights and of inputs; those of the frozen features are not needed
-    drafter = 2 * fusion + 3 * context + (4 if checkpointing else 3) * layers
+    drafter = 2 * fusion + 3 * context + 3 * layers
+    if checkpointing:  # nothing is computed again behind the last product's input
+        last = 2 * blocks * spec.hidden_size * spec.intermediate_size * spec.num_layers
+        drafter += layers - last
     return {
         "target": tokens * target_flops_per_token(target, max(spec.target_layer_ids), width),
         "drafter": drafter,

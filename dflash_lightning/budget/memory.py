@@ -119,9 +119,7 @@ def memory(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup
              "root of the second moments, float32")
     )  # fmt: skip
     lines.extend(_reserve(Sheet(tuple(lines), 0).peak, setup))
-    unfused = score_bytes(spec, load) * (
-        1 if setup.activation_checkpointing else spec.num_layers
-    )
+    unfused = score_bytes(spec, load) * (1 if setup.activation_checkpointing else spec.num_layers)
     return Sheet(tuple(lines), unfused)
 
 
@@ -135,7 +133,7 @@ def _weights(target: TargetSizes, spec: DrafterSpec, setup: Setup) -> list[Line]
             "target weights",
             target.parameters * setup.target_bytes,
             "always",
-            f"{target.parameters / 1e9:.3f} B x {setup.target_bytes} bytes, all layers and the head",
+            f"{target.parameters / 1e9:.3f} B x {setup.target_bytes} bytes, all layers and head",
         ),
         Line("drafter weights", 4 * count, "always", f"{drafter} 4 bytes, float32"),
         Line(
@@ -153,9 +151,8 @@ def _target_phase(
     target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup
 ) -> list[Line]:
     kinds = set(target.layer_types[: max(spec.target_layer_ids) + 1])
-    why = f"{load.tokens:,} tokens: the worst layer's tensors, and features so far"
-    if "linear_attention" in kinds:
-        why = f"{load.tokens:,} tokens: linear attention without its own kernel; features"
+    worst = "linear layer in float32" if "linear_attention" in kinds else "feed-forward"
+    why = f"{load.tokens:,} tokens: {worst}, features"
     peak = target_peak(target, spec.target_layer_ids, load.tokens, setup.target_bytes)
     return [Line("target forward", peak, "target", why)]
 
@@ -164,7 +161,7 @@ def _drafter_phase(spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Lin
     size, features = setup.compute_bytes, len(spec.target_layer_ids) * spec.hidden_size
     checkpointing = setup.activation_checkpointing
     blocks = f"{load.slots:,} blocks x {spec.block_size}"
-    kept = "layer inputs and one whole layer" if checkpointing else f"all {spec.num_layers} layers"
+    kept = "inputs and one layer" if checkpointing else f"all {spec.num_layers} layers"
     sizes = {
         "context features": (
             load.tokens * features * setup.target_bytes,
@@ -180,11 +177,11 @@ def _drafter_phase(spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Lin
         ),
         "drafter blocks": (
             block_bytes(spec, load, size, checkpointing=checkpointing),
-            f"{blocks} tokens: {kept}",
+            f"{blocks}: {kept}",
         ),
         "attention masks": (
             mask_bytes(spec, load, size),
-            f"{blocks} tokens x {load.visible:,.0f} context seen, per layer type",
+            f"{blocks} x {load.visible:,.0f} context, per layer type",
         ),
         "gradients in flight": (backward_bytes(spec, load, size), "of one layer going backwards"),
     }
@@ -200,13 +197,13 @@ def _head(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup)
             "head's buffers",
             rows * target.vocab_size * (4 + narrow),
             "drafter",
-            f"{rows:,} rows of {target.vocab_size:,} logits, float32 and as computed",
+            f"{rows:,} x {target.vocab_size:,} logits, float32 and computed",
         ),
         Line(
             "head's gradient",
             labels * spec.hidden_size * 8,
             "drafter",
-            f"{labels:,} labelled tokens: hidden states and gradient, float32",
+            f"{labels:,} labels: states and gradient, float32",
         ),
     ]
 
@@ -215,6 +212,11 @@ def _reserve(peak: int, setup: Setup) -> list[Line]:
     fixed = CONTEXT + (NCCL if setup.ranks > 1 else 0)
     name = "CUDA and NCCL" if setup.ranks > 1 else "CUDA"
     return [
-        Line(name, fixed, "always", "context, workspaces, communicators: a rule of thumb"),
-        Line("fragmentation", int(FRAGMENTATION * peak), "always", "3 % of the peak so far"),
+        Line(name, fixed, "always", "context, workspaces, communicators: rule of thumb"),
+        Line(
+            "fragmentation",
+            int(FRAGMENTATION * peak),
+            "always",
+            "3 % of the peak so far: rule of thumb",
+        ),
     ]

@@ -1,5 +1,6 @@
 """What a Lightning strategy means for memory, and which ones cannot train a drafter."""
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,23 +19,27 @@ def refuse_sharded_strategy(strategy: Any) -> None:
     name = strategy_name(strategy)
     if any(word in name.lower() for word in SHARDED):
         raise ValueError(
-            "trainer.strategy must be ddp or a single device: gradients are scaled and clipped, and "
-            f"the target is held, whole on every rank, got {name!r}. Use ddp with "
-            "model.shard_optimizer=true, which shards the moments."
+            "trainer.strategy must be ddp or one device: target and drafter are whole on every "
+            f"rank, got {name!r}. Use ddp with model.shard_optimizer=true, which shards the "
+            "moments; `dflash-lightning plan` says what fits."
         )
 
 
 def strategy_name(strategy: Any) -> str:
     """Name of a strategy: as given, or that of its class.
 
-    >>> strategy_name("ddp"), strategy_name({"class_path": "lightning.pytorch.strategies.DDPStrategy"})
+    >>> (
+    ...     strategy_name("ddp"),
+    ...     strategy_name({"class_path": "lightning.pytorch.strategies.DDPStrategy"}),
+    ... )
     ('ddp', 'DDPStrategy')
     """
     if isinstance(strategy, str):
         return strategy.rpartition(".")[2]
-    if isinstance(strategy, Mapping):
-        return str(strategy["class_path"]).rpartition(".")[2]
-    return type(strategy).__name__
+    given = _mapping(strategy)
+    if given is None:
+        return type(strategy).__name__
+    return str(given["class_path"]).rpartition(".")[2]
 
 
 def gradient_copies(strategy: Any, ranks: int) -> int:
@@ -46,6 +51,15 @@ def gradient_copies(strategy: Any, ranks: int) -> int:
     """
     if ranks == 1:
         return 1
-    given: Any = strategy.get("init_args") if isinstance(strategy, Mapping) else None
-    viewed = given is not None and given.get("gradient_as_bucket_view") is True
-    return 1 if viewed else 2
+    given = _mapping(strategy) or {}
+    arguments = _mapping(given.get("init_args")) or {}
+    # further arguments of a strategy that its signature does not name are kept apart by the parser
+    more = _mapping(given.get("dict_kwargs")) or {}
+    return 1 if {**more, **arguments}.get("gradient_as_bucket_view") is True else 2
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    """A parsed ``class_path`` or its arguments as a mapping; None for anything else."""
+    if isinstance(value, Namespace):
+        return vars(value)
+    return value if isinstance(value, Mapping) else None

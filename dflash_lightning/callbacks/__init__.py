@@ -1,14 +1,25 @@
 """Callbacks: what a run does beside its steps, one file per concern."""
 
+from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from dflash_lightning.callbacks.ledger import Ledger
 from dflash_lightning.callbacks.progress import TokenProgressBar
 from dflash_lightning.callbacks.report import RunReport, log_plan
+from dflash_lightning.callbacks.restart import WandbRun, join_run
+from dflash_lightning.callbacks.resume_points import ResumePoints, Stopped, check_writable
 from dflash_lightning.callbacks.run import parts, run_folder, say
 from dflash_lightning.callbacks.validation import ValidateAtBothEnds
 
 __all__ = [
+    "AtomicCheckpointIO",
+    "Ledger",
+    "ResumePoints",
     "RunReport",
+    "Stopped",
     "TokenProgressBar",
     "ValidateAtBothEnds",
+    "WandbRun",
+    "check_writable",
+    "join_run",
     "log_plan",
     "parts",
     "run_folder",

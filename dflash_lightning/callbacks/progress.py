@@ -36,6 +36,7 @@ class TokenProgressBar(ProgressBar):
         self.total_steps = module.total_steps()
         self.bar = tqdm(
             total=data.num_tokens(self.total_steps),
+            initial=module.progress["tokens_seen"],  # the rate is that of this process alone
             unit="tok",
             unit_scale=True,
             smoothing=0.05,

@@ -1,14 +1,16 @@
 """What a run will do, and what a finished fit leaves."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from dflash_lightning.batching.report import PlanReport
-from dflash_lightning.callbacks.run import parts, run_folder, say
+from dflash_lightning.callbacks.resume_points import ResumePoints
+from dflash_lightning.callbacks.run import callbacks_of, parts, run_folder, say
+from dflash_lightning.checkpoints import changes_table
 from dflash_lightning.drafter.checkpoint import export, export_drafter
 
 
@@ -40,13 +42,39 @@ class RunReport(Callback):
         if not trainer.is_global_zero:
             return
         report = data.report()
-        text = f"{report}\n\n{module.total_steps():,} optimizer steps in all"
+        text = "\n".join([f"{report}\n", *self._outlook(trainer)])
         say(f"\n{text}\n")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.txt").write_text(text + "\n")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 log_plan(logger, report)
+
+    @staticmethod
+    def _outlook(trainer: L.Trainer) -> list[str]:
+        """Steps, rates and saves to come; after a restart also where it is and what changed."""
+        module, _ = parts(trainer)
+        lines = []
+        if module.resumed is not None:
+            epoch, done = module.resumed.epoch, sum(s for _, _, s in module.resumed.segments)
+            state = "finished" if module.resumed.finished else f"after {done:,} of its steps"
+            lines.append(f"restart {module.progress['restarts']}: epoch {epoch} {state}")
+            lines += [changes_table(module.changes)] if module.changes else []
+        warmup = module.effective_warmup()
+        lines.append(
+            f"{module.total_steps():,} optimizer steps in all; the rate rises to {module.lr:g} "
+            f"until step {warmup:,}, then {module.schedule}"
+        )
+        saver = next(iter(callbacks_of(trainer, ResumePoints)), None)
+        return [*lines, f"saves to go on from: {saver}"] if saver else lines
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first and the best estimate of the run, over all its processes."""
+        return {"before": self.before, "best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.before, self.best = state_dict["before"], state_dict["best"]
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the numbers that matter."""
@@ -66,9 +94,9 @@ class RunReport(Callback):
         folder = run_folder(trainer) / "drafter"
         if not trainer.is_global_zero:
             return
-        saver = trainer.checkpoint_callback
-        best = saver.best_model_path if isinstance(saver, ModelCheckpoint) else ""
-        if best:
+        savers = callbacks_of(trainer, ModelCheckpoint)
+        best = savers[0].best_model_path if savers else ""
+        if best and Path(best).is_file():
             export(Path(best), folder, dtype=self.export_dtype)
         else:
             module = parts(trainer)[0]

@@ -2,13 +2,17 @@
 
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import lightning as L
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
+
+C = TypeVar("C", bound=Callback)
 
 
 def parts(trainer: L.Trainer) -> tuple[DFlashModule, DFlashDataModule]:
@@ -24,6 +28,11 @@ def parts(trainer: L.Trainer) -> tuple[DFlashModule, DFlashDataModule]:
             f"{type(module).__name__} and {type(data).__name__}."
         )
     return module, data
+
+
+def callbacks_of(trainer: L.Trainer, kind: type[C]) -> list[C]:
+    """The callbacks of a kind that a run has."""
+    return [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, kind)]
 
 
 def run_folder(trainer: L.Trainer) -> Path:

@@ -1,14 +1,19 @@
 """Validation before the first step and after the last."""
 
+from typing import Any
+
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+
+from dflash_lightning.callbacks.run import parts
 
 
 class ValidateAtBothEnds(Callback):
     """Validates before the first step, and after the last where ``max_steps`` ends an epoch early.
 
     Lightning's sanity check logs nothing, and a run cut by ``max_steps`` would end without a
-    number for the drafter that it leaves.
+    number for the drafter that it leaves. A run that was stopped between an epoch's last step and
+    its validation gets that validation when it goes on.
     """
 
     def __init__(self) -> None:
@@ -25,9 +30,26 @@ class ValidateAtBothEnds(Callback):
             self._validate(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Run the whole validation at step 0."""
-        if trainer.global_step == 0 and trainer.enable_validation:
+        """Run the whole validation at step 0, or the one that a stop cut off."""
+        owed = self._resumed_at_epoch_end(trainer) and self.validated_step != trainer.global_step
+        if (trainer.global_step == 0 or owed) and trainer.enable_validation:
             self._validate(trainer)
+
+    @staticmethod
+    def _resumed_at_epoch_end(trainer: L.Trainer) -> bool:
+        position = parts(trainer)[0].resumed
+        every = trainer.check_val_every_n_epoch
+        if position is None or not position.finished or every is None:
+            return False
+        return (position.epoch + 1) % every == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """When the last validation was."""
+        return {"validated_step": self.validated_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.validated_step = state_dict["validated_step"]
 
     @staticmethod
     def _validate(trainer: L.Trainer) -> None:

@@ -217,6 +217,17 @@ class DFlashDataModule(L.LightningDataModule):
     def _step(self) -> int:
         return 0 if self.trainer is None else self.trainer.global_step
 
+    def rows_of_step(self, step: int) -> list[int]:
+        """Store rows of a step of the run that is in the current plan, over all ranks.
+
+        Args:
+            step: Optimizer step of the run, from 0.
+        """
+        plan, own = self.plan, self.run_plan.step_in_plan(step)
+        places = [(r, m) for m in range(plan.accumulate) for r in range(plan.world_size)]
+        rows = np.concatenate([plan.rows(own, rank, micro) for rank, micro in places])
+        return self.train_rows[rows].tolist()
+
     def report(self) -> PlanReport:
         """Padding, waiting and mixing of the current plan; prints well, also in a notebook."""
         return self.plan.report()

@@ -122,6 +122,10 @@ class RunPlan:
 
     # -- where the run is -----------------------------------------------------------------------
 
+    def step_in_plan(self, step: int) -> int:
+        """Step of the current plan that is optimizer step ``step`` of the run, both from 0."""
+        return step - self._began
+
     def position(self, step: int) -> Position:
         """The position after ``step`` optimizer steps of the run."""
         steps = step - self._began

@@ -35,6 +35,7 @@ class Full(DFlashModule):
 
 def main(store: str, folder: str, preflight: str, kind: str) -> None:
     torch.set_num_threads(1)
+    L.seed_everything(1, verbose=False)
     kind_of_module = Full if kind == "full" else DFlashModule
     module = kind_of_module(RandomTarget(), DIALS, lr=1e-3, shard_optimizer=kind == "zero")
     before = Preflight(enabled=preflight == "with")

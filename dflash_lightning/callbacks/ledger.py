@@ -1,0 +1,230 @@
+"""The ledger writer: one row per optimizer step, and the same quantities for the loggers."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from dflash_lightning.batching import EpochPlan
+from dflash_lightning.batching.cost import rank_work
+from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS, LedgerFile
+from dflash_lightning.callbacks.rate import Rate, Stopwatch
+from dflash_lightning.callbacks.run import parts, run_folder, say
+from dflash_lightning.data.datamodule import DFlashDataModule
+from dflash_lightning.functional.anchors import draw_anchors, label_counts
+from dflash_lightning.module import DFlashModule
+
+FORMAT = 1
+SAMPLED_ROWS = 500  # of each bucket, for the shares of weight: a few percent of error
+LOGGED = [name for name in BUCKET_COLUMNS if name != "eff"]
+
+
+class Ledger(Callback):
+    """Writes ``ledger.csv`` on rank 0; logs buckets, rates and the time left on all ranks.
+
+    The seconds of a step are those of waiting for data and of computing, over its batches; what
+    validation and saving take is in neither. A wait ends where a save begins, since workers go on
+    loading meanwhile.
+
+    Args:
+        flops_per_step: Floating-point operations of a step over all ranks, from its statistics.
+        peak_flops: What all ranks together could do in a second. ``train/mfu`` is logged where
+            both are given.
+    """
+
+    def __init__(
+        self,
+        flops_per_step: Callable[[Mapping[str, Any]], float] | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self.flops_per_step = flops_per_step
+        self.peak_flops = peak_flops
+        self.file: LedgerFile | None = None
+        self.rate = Rate()
+        self.total_tokens = 0
+        self._clock = Stopwatch()
+        self._seconds = 0.0
+        self._waiting: tuple[str, np.ndarray] = ("", np.zeros(0))
+
+    # -- the run --------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the file, cut back to the step from which the run goes on."""
+        module, data = parts(trainer)
+        self.rate, self._seconds = Rate(), 0.0
+        self.total_tokens = data.num_tokens(module.total_steps())
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero:
+            return
+        self.file = LedgerFile(folder, run_header(module, data), say=say)
+        cut = self.file.resume(trainer.global_step)
+        if cut:
+            say(
+                f"ledger: {cut:,} rows from step {trainer.global_step} on are trained anew; the "
+                f"old ones are in {self.file.replaced}"
+            )
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Close the file."""
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    # -- the clock ------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The wait for the epoch's first batch begins."""
+        self._clock.take()
+        self._clock.start()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is there: count the wait, which is summed over ranks with the statistics."""
+        wait = self._clock.take()
+        self._seconds += wait
+        parts(trainer)[0].extra["wait_seconds"] += wait
+        self._clock.start()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validation is no part of a step."""
+        self._clock.pause()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The wait goes on."""
+        self._clock.start()
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Saving is no part of a step; no hook says when it ends, so the clock stands till then."""
+        self._clock.pause()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Write and log a finished optimizer step."""
+        self._seconds += self._clock.take()
+        if not trainer.fit_loop._should_accumulate():
+            module, data = parts(trainer)
+            row = {**module.step_stats, "time": time.time(), "seconds": self._seconds}
+            self._seconds = 0.0
+            self.rate.add(tokens=row["tokens"], seconds=row["seconds"])
+            if self.file is not None:
+                self.file.write(row)
+            step = data.run_plan.step_in_plan(int(row["step"]))
+            values = {**_bucket_values(row), **self._rates(row, data.plan, step)}
+            # Tensors on the CPU: Lightning would copy a number to the device and wait for it.
+            tensors = {f"train/{name}": torch.tensor(float(x)) for name, x in values.items()}
+            pl_module.log_dict(tensors, batch_size=1)
+        self._clock.start()
+
+    # -- what is logged -------------------------------------------------------------------------
+
+    def _rates(self, row: Mapping[str, Any], plan: EpochPlan, step: int) -> dict[str, float]:
+        """Rates of a step over all ranks, and the hours left of the run."""
+        seconds = max(row["seconds"], 1e-9)
+        left = self.rate.seconds_left(self.total_tokens - row["tokens_seen"])
+        rates = {
+            "tokens_per_second": row["tokens"] / seconds,
+            "padded_tokens_per_second": row["padded_tokens"] / seconds,
+            "labels_per_second": row["labels"] / seconds,
+            "data_wait_share": row["wait_seconds"] / seconds,
+            "rank_waiting": self._rank_waiting(plan, step),
+            "eta_hours": left / 3600,
+        }
+        if self.flops_per_step is not None and self.peak_flops is not None:
+            rates["mfu"] = self.flops_per_step(row) / seconds / self.peak_flops
+        return rates
+
+    def _rank_waiting(self, plan: EpochPlan, step: int) -> float:
+        """Padded tokens of the step's slowest rank over those of the mean rank."""
+        if self._waiting[0] != plan.fingerprint:
+            work = rank_work(plan)[0]
+            self._waiting = plan.fingerprint, work.max(1) / work.mean(1)
+        waiting = self._waiting[1]
+        return float(waiting[step]) if step < len(waiting) else math.nan
+
+
+def _bucket_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """The step's numbers of each bucket; the keys are the same at every step."""
+    return {
+        f"bucket_{k}/{name}": math.nan if value is None else value
+        for name in LOGGED
+        for k, value in enumerate(row[f"{name}_k"])
+    }
+
+
+def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
+    """What a reader of the ledger needs to know of the run; plain types."""
+    plan, batching = data.plan, data.batching
+    buckets = plan.row_buckets(np.arange(len(data.train_rows)))
+    rows = np.bincount(buckets, minlength=plan.num_buckets)
+    return {
+        "format": FORMAT,
+        "boundaries": list(plan.boundaries),
+        "weight_share": weight_shares(data, module.slot_weights.cpu().numpy()),
+        "row_share": (rows / rows.sum()).tolist(),
+        "warmup_steps": module.effective_warmup(),
+        "total_steps": module.total_steps(),
+        "peak_lr": module.lr,
+        "world_size": data.world_size,
+        "order": batching.order,
+        "deal": batching.deal,
+        "plan": plan.fingerprint,
+    }
+
+
+def weight_shares(data: DFlashDataModule, slot_weights: np.ndarray) -> list[float]:
+    """Share of each bucket in the weight of an epoch.
+
+    The store does not say how many tokens of a row are supervised, and reading the loss mask of
+    all rows would take as long as reading the store. So the weight of up to 500 rows of each
+    bucket, evenly chosen, is worked out from their anchors in epoch 0: exact for small data, and
+    within a few percent otherwise, also where ``anchors_per_row`` makes long rows count less than
+    their tokens.
+
+    Args:
+        data: After setup.
+        slot_weights: Weight of each token of a block, the anchor's first, ``[K]``.
+
+    Returns:
+        Shares that sum to 1, or zeros where no row has a label.
+    """
+    up_to = np.cumsum(slot_weights, dtype=np.float64)
+    buckets = data.plan.row_buckets(np.arange(len(data.train_rows)))
+    weights = []
+    for k in range(data.plan.num_buckets):
+        rows = data.train_rows[buckets == k]
+        chosen = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_ROWS).round().astype(np.int64))
+        some = [_row_weight(data, int(row), up_to) for row in rows[chosen]] if len(rows) else [0.0]
+        weights.append(len(rows) * float(np.mean(some)))
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _row_weight(data: DFlashDataModule, row: int, up_to: np.ndarray) -> float:
+    """Weight of a row's labels in epoch 0."""
+    mask = data.train_store.row(row)[1]
+    rate, limit = data.anchor_rate, data.anchors_per_row
+    anchors = draw_anchors(mask, rate=rate, limit=limit, key=(data.seed, 0, row))
+    return float(up_to[label_counts(mask, anchors, data.block_size)].sum())

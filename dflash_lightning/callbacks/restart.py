@@ -1,0 +1,113 @@
+"""One run over all its processes: the same folder, the same files, the same W&B run."""
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+from dflash_lightning.callbacks.run import say
+
+WANDB_MARGIN = 1000  # W&B steps that a killed process may have used after its last checkpoint
+
+
+def join_run(trainer: L.Trainer, checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Let loggers go on where a checkpoint's run stopped: same run folder, same W&B run.
+
+    A checkpoint from another place starts a new folder.
+
+    Args:
+        trainer: Its loggers have written nothing yet.
+        checkpoint: What is read from ``path``.
+        path: ``RUN/checkpoints/FILE``.
+    """
+    folder = path.absolute().parent.parent
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and folder.parent == Path(logger.root_dir).absolute():
+            logger._version = folder.name
+            if trainer.is_global_zero:
+                _append_to_metrics(logger)
+        elif isinstance(logger, WandbLogger) and logger._id is None and "wandb" in checkpoint:
+            logger._id = logger._wandb_init["id"] = checkpoint["wandb"]["id"]
+
+
+def _append_to_metrics(logger: CSVLogger) -> None:
+    """Open ``metrics.csv`` for more rows; Lightning would delete what is there."""
+    path = Path(logger.log_dir) / "metrics.csv"
+    if not path.is_file():
+        return
+    aside = path.with_name("metrics.csv.part")
+    path.replace(aside)
+    writer: Any = logger.experiment
+    aside.replace(path)
+    with path.open(newline="") as file:
+        writer.metrics_keys = next(csv.reader(file), [])
+
+
+class WandbRun(Callback):
+    """Keeps a run's id in its checkpoints, and never lets W&B stop a run or wait for a keyboard."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Open the run on rank 0; without a key or a network it is written to disk."""
+        logger = wandb_logger(trainer)
+        if logger is None or not trainer.is_global_zero:
+            return
+        import wandb
+
+        if not logger._offline and not _has_key():
+            say("W&B: no API key, so the run is written to disk; upload it later with wandb sync")
+            logger._wandb_init["mode"] = "offline"
+        try:
+            _ = logger.experiment
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())[:200]
+            say(f"W&B could not be reached, so the run is written to disk: {reason}")
+            logger._wandb_init["mode"] = "offline"
+            _ = logger.experiment
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep id and step: a later process goes on with both."""
+        logger = wandb_logger(trainer)
+        if logger is not None and trainer.is_global_zero:
+            run: Any = logger.experiment
+            checkpoint["wandb"] = {"id": run.id, "step": run.step}
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """W&B drops values whose own step does not rise: go on well above the steps used."""
+        logger = wandb_logger(trainer)
+        saved = checkpoint.get("wandb")
+        if logger is None or saved is None or not trainer.is_global_zero:
+            return
+        run: Any = logger.experiment
+        first = saved["step"] + WANDB_MARGIN
+        if run.id == saved["id"] and run.step < first:
+            axis = {"trainer/global_step": checkpoint["global_step"]}
+            run.log({"restart": checkpoint["dflash"]["progress"]["restarts"] + 1, **axis}, first)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say how to upload what was written to disk."""
+        logger = wandb_logger(trainer)
+        if logger is not None and trainer.is_global_zero:
+            run: Any = logger.experiment
+            if run.settings._offline:
+                say(f"W&B run {run.id} is on disk: wandb sync {Path(run.dir).parent}")
+
+
+def wandb_logger(trainer: L.Trainer) -> WandbLogger | None:
+    """The W&B logger of a run, if it has one."""
+    return next((x for x in trainer.loggers if isinstance(x, WandbLogger)), None)
+
+
+def _has_key() -> bool:
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE", "online")
+    return mode != "online" or bool(wandb.api.api_key)

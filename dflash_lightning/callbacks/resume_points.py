@@ -1,0 +1,211 @@
+"""Checkpoints to go on from: at intervals, at a stop signal, after too many skipped updates."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import WandbLogger
+
+from dflash_lightning.callbacks.run import parts, run_folder, say
+
+STOPPED = 75  # "try again later" (sysexits.h): stopped with a checkpoint to go on from
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Stopped(BaseException):
+    """The run ended before its last step, with a checkpoint.
+
+    Args:
+        reason: One line for the user.
+        code: Exit code: 75 where the same command may simply go on.
+    """
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class ResumePoints(Checkpoint):
+    """Keeps ``last.ckpt`` and the one before it, ``previous.ckpt``, and stops at step boundaries.
+
+    SIGTERM, SIGINT or SIGUSR1 to any rank lets all ranks finish the step, save one checkpoint and
+    leave with exit code 75. ``fit --ckpt_path auto`` goes on from the newest complete one.
+
+    Args:
+        every_n_steps: Optimizer steps between saves.
+        every_minutes: Minutes between saves, whichever comes first; null for steps alone.
+    """
+
+    def __init__(self, every_n_steps: int = 1000, every_minutes: float | None = 30.0) -> None:
+        if every_n_steps < 1 or (every_minutes is not None and every_minutes <= 0):
+            raise ValueError(
+                "every_n_steps must be at least 1 and every_minutes positive or null, got "
+                f"{every_n_steps} and {every_minutes}."
+            )
+        self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self.signal: int | None = None
+        self.saved_step = -1
+        self._saved_at = 0.0
+        self._folder = Path()
+
+    def __str__(self) -> str:
+        minutes = "" if self.every_minutes is None else f" or {self.every_minutes:g} minutes"
+        return f"every {self.every_n_steps:,} optimizer steps{minutes}"
+
+    # -- when -----------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a folder that cannot be written, while nothing is lost yet."""
+        if stage == "fit":
+            folder = run_folder(trainer)
+            check_writable(folder)
+            self._folder = folder / "checkpoints"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over the signals; Lightning registered its own handlers before."""
+        self._saved_at = time.monotonic()
+        self.saved_step = trainer.global_step
+        self.signal = None
+        for name in SIGNALS:
+            signal.signal(name, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """Only remember the signal: ranks may be anywhere, and must stop at the same step."""
+        self.signal = number
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        """Let wish and clock of each rank ride on the reduction of the step's statistics."""
+        extra = parts(trainer)[0].extra
+        extra["stop"] = float(self.signal is not None)
+        late = self.every_minutes is not None and (
+            time.monotonic() - self._saved_at > 60 * self.every_minutes
+        )
+        extra["save"] = float(late)
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Save or stop where a step ends; every rank comes to the same decision."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        module, data = parts(trainer)
+        stats, step = module.step_stats, trainer.global_step
+        if stats["skipped"]:
+            say(skipped_line(stats, data.rows_of_step(stats["step"])))
+        if module.progress["skips_in_a_row"] >= module.max_skipped_steps:
+            self.stop(trainer, f"{module.max_skipped_steps} updates in a row were not finite", 1)
+        if stats["stop"]:
+            self.stop(trainer, "a signal asked for it", STOPPED)
+        if step % self.every_n_steps == 0 or stats["save"]:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the end of the run: more epochs may follow."""
+        if self.saved_step != trainer.global_step:
+            self.save(trainer)
+
+    # -- how ------------------------------------------------------------------------------------
+
+    def save(self, trainer: L.Trainer) -> bool:
+        """Write ``last.ckpt`` on all ranks together; the file before becomes ``previous.ckpt``.
+
+        Returns:
+            Whether the file is there. A disk that fails is said aloud and ends nothing: the files
+            from before are still whole.
+        """
+        self._saved_at, self.saved_step = time.monotonic(), trainer.global_step
+        new, last = self._folder / "next.ckpt", self._folder / "last.ckpt"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trainer.save_checkpoint(new, weights_only=False)
+        if not trainer.is_global_zero:
+            return True
+        if not new.exists():
+            return False  # said by the writer
+        try:
+            if last.exists():
+                last.replace(self._folder / "previous.ckpt")
+            new.replace(last)
+        except OSError as error:
+            say(f"NOT SAVED at step {trainer.global_step}: {error}. Free or mount {self._folder}.")
+            return False
+        return True
+
+    def stop(self, trainer: L.Trainer, why: str, code: int) -> None:
+        """Save, and leave on all ranks.
+
+        Raises:
+            Stopped: Always.
+        """
+        for name in SIGNALS:
+            signal.signal(name, signal.SIG_IGN)
+        saved = self.save(trainer)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                logger.experiment.mark_preempting()
+        where = self._folder / "last.ckpt"
+        if self.signal == signal.SIGUSR1 and trainer.is_global_zero and saved:
+            requeue()
+        go_on = "; go on with --ckpt_path auto" if code == STOPPED else ""
+        done = f"stopped after step {trainer.global_step}, as {why}"
+        line = f"{done}; saved {where}{go_on}"
+        raise Stopped(
+            line if saved else f"stopped without a checkpoint: {why}", code if saved else 1
+        )
+
+
+def skipped_line(stats: dict[str, Any], rows: list[int]) -> str:
+    """What to say of a skipped update: rows whose loss is not finite, else those of the step."""
+    bad = stats["bad_rows"]
+    which = f"the loss of rows {bad} is not finite" if bad else f"it is from rows {few(rows)}"
+    return f"step {stats['step']}: update skipped, gradient norm {stats['grad_norm']:g}; {which}"
+
+
+def few(rows: list[int], most: int = 12) -> str:
+    """The first of some rows, and how many more there are."""
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return f"{rows[:most]}{more}"
+
+
+def requeue() -> None:
+    """Ask Slurm to start this job again, where it is one."""
+    job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
+    if job and scontrol:
+        done = subprocess.run(
+            [scontrol, "requeue", job], capture_output=True, text=True, check=False
+        )
+        say(f"requeued job {job}" if done.returncode == 0 else f"not requeued: {done.stderr}")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written, or made; nothing is left there.
+
+    Raises:
+        ValueError: Nothing can be written there.
+    """
+    there = next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
+    )
+    try:
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"checkpoints come here")
+    except OSError as error:
+        raise ValueError(
+            f"run folder {folder} must be writable, got: {error.strerror} at {there}. Give another "
+            "place as save_dir of the logger, or change its permissions."
+        ) from error

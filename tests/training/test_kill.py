@@ -1,0 +1,185 @@
+"""Runs that are killed again and again until they are done, as real processes on real signals."""
+
+import csv
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dflash_lightning.data.store import RowStore, split_rows
+
+TESTS = Path(__file__).parents[1]
+VAL_FRACTION = 0.2
+EPOCHS = 4
+
+
+def recipe(store: RowStore, folder: Path, **trainer: object) -> Path:
+    """A fit as a user would write it, with two loader workers and a save every second step."""
+    logger = {"save_dir": str(folder), "name": "runs"}
+    path = "lightning.pytorch.loggers.CSVLogger"
+    config = {
+        "seed_everything": 1,
+        "trainer": {
+            "max_epochs": EPOCHS,
+            "accelerator": "cpu",
+            "precision": "32-true",
+            "log_every_n_steps": 1,
+            "enable_progress_bar": False,
+            "logger": {"class_path": path, "init_args": logger},
+            "callbacks": [{"class_path": "training.chain.RecordRows"}],
+            **trainer,
+        },
+        "model": {
+            "target": {"class_path": "dflash_lightning.target.RandomTarget"},
+            "drafter": {
+                "num_layers": 1,
+                "block_size": 4,
+                "target_layer_ids": [0, 2],
+                "mask_token_id": 500,
+            },
+            "lr": 3e-3,
+            "warmup_steps": 5,
+        },
+        "data": {
+            "store": str(store.path),
+            "val_fraction": VAL_FRACTION,
+            "num_workers": 2,
+            "batching": {"token_budget": 400, "max_rows": 3, "num_buckets": 2},
+        },
+        "resume": {"every_n_steps": 2},
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(config))
+    return folder / "recipe.yaml"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_links(folder: Path, links: list[dict]) -> list[list[int]]:
+    """Run one fit after the other; exit codes of the ranks of each."""
+    folder.mkdir(exist_ok=True)
+    (folder / "spec.json").write_text(json.dumps({"links": links, "port": free_port()}))
+    done = subprocess.run(
+        [sys.executable, "-m", "training.chain", str(folder / "spec.json")],
+        cwd=TESTS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "codes.json").read_text())
+
+
+def link(recipe: Path, world_size: int = 2, accumulate: int = 1, **kill: object) -> dict:
+    options = ["--ckpt_path", "auto"]
+    layout = {"world_size": world_size, "accumulate": accumulate}
+    return {"recipe": str(recipe), "options": options, "kill": kill or None, **layout}
+
+
+def trained(folder: Path) -> dict[tuple[int, int, int], dict]:
+    """The batches that made the final weights, by step, rank and place in the window.
+
+    A step that was trained again after a fall back to a checkpoint counts as it was the last time;
+    what a killed process did beyond is forgotten.
+    """
+    lines = []
+    for path in (folder / "runs" / "version_0").glob("rows-*.jsonl"):
+        rank = int(path.stem.removeprefix("rows-"))
+        lines += [{**json.loads(line), "rank": rank} for line in path.read_text().splitlines()]
+    first = {}  # of each process: where it began
+    for line in lines:
+        first[line["restart"]] = min(line["step"], first.get(line["restart"], line["step"]))
+    kept = {}
+    for line in sorted(lines, key=lambda line: line["restart"]):
+        later = [step for restart, step in first.items() if restart > line["restart"]]
+        if line["step"] < min(later, default=line["step"] + 1):
+            kept[line["step"], line["rank"], line["micro"]] = line
+    return kept
+
+
+def rows_by_epoch(batches: dict[tuple[int, int, int], dict]) -> list[list[int]]:
+    epochs: dict[int, list[int]] = {}
+    for line in batches.values():
+        epochs.setdefault(line["epoch"], []).extend(line["rows"])
+    return [sorted(epochs[epoch]) for epoch in sorted(epochs)]
+
+
+def final(folder: Path) -> dict:
+    path = folder / "runs" / "version_0" / "checkpoints" / "last.ckpt"
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_end(one: dict, other: dict) -> None:
+    """Bit-equal weights, moments and schedule."""
+    assert one["global_step"] == other["global_step"]
+    for name, weight in one["state_dict"].items():
+        assert torch.equal(weight, other["state_dict"][name]), name
+    (ours,), (theirs,) = one["optimizer_states"], other["optimizer_states"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    for key, state in ours["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, theirs["state"][key][name]), (key, name)
+    assert one["lr_schedulers"] == other["lr_schedulers"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(store: RowStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kill") / "whole"
+    assert run_links(folder, [link(recipe(store, folder))]) == [[0, 0]]
+    return folder
+
+
+@pytest.mark.ddp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_run_killed_ten_times_ends_as_one_that_was_left_alone(
+    store: RowStore, uninterrupted: Path, tmp_path: Path, name: str
+) -> None:
+    total = final(uninterrupted)["global_step"]
+    draw = random.Random(name)
+    steps = sorted(draw.sample(range(total - 2), 10))
+    if name == "SIGKILL":  # behind the last save, or the run would not get on
+        steps = sorted({2 * (step // 2) + 2 for step in steps} | set(range(2, 22, 2)))[:10]
+    kills = [
+        {
+            "step": step,
+            "name": name,
+            "rank": -1 if name == "SIGKILL" else draw.choice([0, 1, -1]),
+            "hook": draw.choice(["start", "update"]),
+        }
+        for step in steps
+    ]
+    path = recipe(store, tmp_path)
+    codes = run_links(tmp_path, [*(link(path, **kill) for kill in kills), link(path)])
+    assert codes == [[75, 0] if name == "SIGTERM" else [-9, -9]] * 10 + [[0, 0]]
+    train, _ = split_rows(store.column("conversation"), VAL_FRACTION)
+    ours, theirs = trained(tmp_path), trained(uninterrupted)
+    assert rows_by_epoch(ours) == [train.tolist()] * EPOCHS
+    assert ours.keys() == theirs.keys()
+    for key, line in ours.items():
+        assert (line["rows"], line["anchors"]) == (theirs[key]["rows"], theirs[key]["anchors"])
+    assert {line["restart"] for line in ours.values()} > {0, 1, 5}
+    assert_same_end(final(tmp_path), final(uninterrupted))
+    assert [row["step"] for row in ledger(tmp_path)] == [str(step) for step in range(total)]
+    assert ledger(tmp_path) == ledger(uninterrupted)
+
+
+def ledger(folder: Path) -> list[dict[str, str]]:
+    """The rows of a ledger without what differs between two runs: clocks and restarts."""
+    lines = (folder / "runs" / "version_0" / "ledger.csv").read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    clocks = ("time", "seconds", "wait_seconds", "restart")
+    return [{k: v for k, v in row.items() if k not in clocks} for row in rows]
