@@ -17,6 +17,7 @@ from dflash_lightning.batching.table import Table
 KEPT = {"model.warmup_steps": "a warm-up is not repeated"}
 # Settings that decide which rows make a batch: fixed while an epoch is under way.
 PLANNED = ("data.batching.", "data.seed", "data.store", "data.val_fraction")
+FIXED = "data.batching.boundaries"
 # Follows from the edges of the buckets, which are compared themselves.
 FREE = ("data.batching.num_buckets",)
 
@@ -55,6 +56,12 @@ def compare_settings(
         before = saved.get(name)
         if name not in saved or before == value:
             continue
+        if name == FIXED:
+            raise ValueError(
+                f"{name} must stay {shown(before)} for the whole run: its curves are per bucket, "
+                f"got {shown(value)}. Give them, or start a new run from this one's weights with "
+                "model.init."
+            )
         if mid_epoch and name.startswith(PLANNED) and name not in FREE:
             raise ValueError(
                 f"{name} must stay {shown(before)} until the epoch ends: the rest of it is planned "

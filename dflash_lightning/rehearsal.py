@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from dflash_lightning.assets import cache_folder
+from dflash_lightning.callbacks.memory import gigabytes
 from dflash_lightning.cli import run_root
 from dflash_lightning.data.datamodule import QUICKSTART
 from dflash_lightning.drafter.checkpoint import export, load_drafter
@@ -244,8 +245,3 @@ def first_existing(path: Path) -> Path:
 def size_of(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def gigabytes(size: float) -> str:
-    """Bytes in words."""
-    return f"{size / 1e9:.2f} GB"

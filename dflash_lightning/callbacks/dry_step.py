@@ -1,6 +1,6 @@
 """One training step on this rank alone, after which everything is put back."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 
 import lightning as L
@@ -83,16 +83,24 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def untouched(optimizer: Optimizer) -> Generator[None]:
-    """Weights are put back bit by bit at the end; moments and gradients are given up."""
+def untouched(optimizer: Optimizer) -> Generator[Callable[[], None]]:
+    """Moments and gradients are given up at the end, weights are as before, bit by bit.
+
+    Yields:
+        Puts the weights back at once, so that a batch does not see what others did to them.
+    """
     parameters = parameters_of(optimizer)
     weights = [p.detach().to("cpu", copy=True) for p in parameters]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.copy_(weight)
+
     try:
-        yield
+        yield put_back
     finally:
         optimizer.zero_grad()
         for holder in (optimizer, local(optimizer)):
             holder.state.clear()
-        with torch.no_grad():
-            for parameter, weight in zip(parameters, weights, strict=True):
-                parameter.copy_(weight)
+        put_back()

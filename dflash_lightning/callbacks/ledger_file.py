@@ -1,9 +1,11 @@
 """The ledger as a file: one line per optimizer step, cut back on resume, never a reason to stop."""
 
+import csv
 import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
@@ -190,6 +192,20 @@ class LedgerFile:
             for line in source:
                 target.write(line if line.endswith(b"\n") else line + b"\n")
             _sync(target)
+
+
+def last_rows(path: Path, count: int) -> list[dict[str, float]]:
+    """The last rows of a ledger, without empty cells; none where there is no ledger."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        names: list[str] = []
+        rows: deque[list[str]] = deque(maxlen=count)
+        for cells in csv.reader(line for line in file if not line.startswith("#")):
+            names = names or cells
+            rows.append(cells)
+    whole = [cells for cells in rows if len(cells) == len(names) and cells != names]
+    return [{k: float(v) for k, v in zip(names, cells, strict=True) if v} for cells in whole]
 
 
 def _divide(old: BinaryIO, kept: BinaryIO, gone: BinaryIO, step: int, columns: bytes) -> int:

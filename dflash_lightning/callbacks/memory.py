@@ -136,5 +136,9 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 
 def gigabytes(size: int) -> str:
-    """Bytes in words."""
-    return f"{size / 1e9:.2f} GB"
+    """Bytes in words.
+
+    >>> gigabytes(61_240_000_000), gigabytes(3_500_000)
+    ('61.2 GB', '3.5 MB')
+    """
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

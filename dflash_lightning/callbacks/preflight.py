@@ -77,8 +77,7 @@ class Preflight(Callback):
         if not chosen:
             return
         meter = Meter(trainer)
-        (optimizer,) = trainer.optimizers
-        with isolate_rng(), untouched(optimizer):
+        with isolate_rng():
             failed = self._try_all(trainer, data, chosen, meter)
         meter.close()
         if failed is not None:
@@ -86,23 +85,26 @@ class Preflight(Callback):
         self._report(trainer, meter)
 
     def _try_all(
-        self, trainer: L.Trainer, data: DFlashDataModule, chosen: list[Heavy], meter: "Meter"
+        self, trainer: L.Trainer, data: DFlashDataModule, chosen: list[Heavy], meter: Meter
     ) -> str | None:
         """Try every batch; what to tell the user if one does not fit, on all ranks alike."""
-        # Once more before the first: moments and gradients are then there as in any later step,
-        # and kernels are loaded.
-        for i, heavy in enumerate([chosen[0], *chosen]):
-            batch = batch_of(data, heavy)
-            meter.start()
-            loss = attempt(trainer, batch)
-            memory = meter.stop(failed=loss is None)
-            if memory is None:
-                return refusal(trainer, heavy, batch, meter)
-            if i > 0 and loss is not None:
-                self.results.append(trial(heavy, batch, loss, meter.seconds, memory))
+        (optimizer,) = trainer.optimizers
+        with untouched(optimizer) as put_back:
+            # Once more before the first: moments and gradients are then there as in any later
+            # step, and kernels are loaded.
+            for i, heavy in enumerate([chosen[0], *chosen]):
+                batch = batch_of(data, heavy)
+                meter.start()
+                loss = attempt(trainer, batch)
+                memory = meter.stop(failed=loss is None)
+                if memory is None:
+                    return refusal(trainer, heavy, batch, meter)
+                put_back()
+                if i > 0 and loss is not None:
+                    self.results.append(trial(heavy, batch, loss, meter.seconds, memory))
         return None
 
-    def _report(self, trainer: L.Trainer, meter: "Meter") -> None:
+    def _report(self, trainer: L.Trainer, meter: Meter) -> None:
         """Say what was measured, and leave it in the run folder."""
         memory = meter.most
         self.peak_bytes = memory.peak

@@ -10,9 +10,13 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from dflash_lightning.callbacks.run import say
+from dflash_lightning.callbacks.ledger_file import last_rows
+from dflash_lightning.callbacks.run import run_folder, say
 
-WANDB_MARGIN = 1000  # W&B steps that a killed process may have used after its last checkpoint
+WANDB_MARGIN = 10_000  # W&B steps that a killed process may have used after its last checkpoint
+WANDB_UNWRITTEN = 500  # rows that may be in memory when W&B is killed: it writes 32 KB at a time
+# Columns of the ledger that are logged under the same name.
+ON_BOTH = ("loss", "lr", "grad_norm", "rows", "tokens", "labels", "weight", "tokens_seen")
 
 
 def join_run(trainer: L.Trainer, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -51,8 +55,12 @@ def _append_to_metrics(logger: CSVLogger) -> None:
 class WandbRun(Callback):
     """Keeps a run's id in its checkpoints, and never lets W&B stop a run or wait for a keyboard."""
 
+    def __init__(self) -> None:
+        self.folder = Path()
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Open the run on rank 0; without a key or a network it is written to disk."""
+        self.folder = run_folder(trainer)
         logger = wandb_logger(trainer)
         if logger is None or not trainer.is_global_zero:
             return
@@ -81,16 +89,27 @@ class WandbRun(Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """W&B drops values whose own step does not rise: go on well above the steps used."""
+        """Let no value be lost.
+
+        W&B drops those whose own step does not rise: go on well above the steps used. And what a
+        killed process logged last was still in memory: log it again from the ledger.
+        """
         logger = wandb_logger(trainer)
         saved = checkpoint.get("wandb")
         if logger is None or saved is None or not trainer.is_global_zero:
             return
         run: Any = logger.experiment
-        first = saved["step"] + WANDB_MARGIN
-        if run.id == saved["id"] and run.step < first:
-            axis = {"trainer/global_step": checkpoint["global_step"]}
-            run.log({"restart": checkpoint["dflash"]["progress"]["restarts"] + 1, **axis}, first)
+        if run.id != saved["id"]:
+            return
+        step, restarts = checkpoint["global_step"], checkpoint["dflash"]["progress"]["restarts"]
+        first = max(run.step, saved["step"] + WANDB_MARGIN)
+        run.log({"restart": restarts + 1, "trainer/global_step": step}, first)
+        if checkpoint.get("stopped"):
+            return  # W&B had the time to write everything
+        for row in last_rows(self.folder / "ledger.csv", WANDB_UNWRITTEN):
+            if row["restart"] == restarts and row["step"] < step:
+                values = {f"train/{name}": row[name] for name in ON_BOTH if name in row}
+                run.log({**values, "epoch": row["epoch"], "trainer/global_step": int(row["step"])})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say how to upload what was written to disk."""

@@ -55,6 +55,7 @@ class ResumePoints(Checkpoint):
         self.signal: int | None = None
         self.saved_step = -1
         self._saved_at = 0.0
+        self._stopping = False
         self._folder = Path()
 
     def __str__(self) -> str:
@@ -146,6 +147,12 @@ class ResumePoints(Checkpoint):
             return False
         return True
 
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Say whether the process ended with this file, and so had the time to close its logs."""
+        checkpoint["stopped"] = self._stopping
+
     def stop(self, trainer: L.Trainer, why: str, code: int) -> None:
         """Save, and leave on all ranks.
 
@@ -154,7 +161,11 @@ class ResumePoints(Checkpoint):
         """
         for name in SIGNALS:
             signal.signal(name, signal.SIG_IGN)
+        self._stopping = True
         saved = self.save(trainer)
+        # Lightning logs a step after this hook: not any more, if nothing is said here.
+        trainer._logger_connector.on_batch_end()
+        trainer._logger_connector.update_train_step_metrics()
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.mark_preempting()

@@ -6,6 +6,7 @@ would start them: real processes, real signals, the real command line.
 usage: chain.py SPEC.json, whose "links" are {recipe, options, world_size, accumulate, kill}
 """
 
+import atexit
 import json
 import os
 import signal
@@ -106,6 +107,7 @@ def rank_process(link: dict, rank: int, port: int, log: Path) -> None:
             print(end.code)  # noqa: T201 - what the interpreter would print
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
+    atexit._run_exitfuncs()  # as an interpreter does that ends by itself
     sys.stdout.flush()
     os._exit(code)
 

@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,10 @@ def run_links(folder: Path, links: list[dict]) -> list[list[int]]:
     return json.loads((folder / "codes.json").read_text())
 
 
-def link(recipe: Path, world_size: int = 2, accumulate: int = 1, **kill: object) -> dict:
-    options = ["--ckpt_path", "auto"]
+def link(
+    recipe: Path, world_size: int = 2, accumulate: int = 1, more: tuple = (), **kill: object
+) -> dict:
+    options = ["--ckpt_path", "auto", *more]
     layout = {"world_size": world_size, "accumulate": accumulate}
     return {"recipe": str(recipe), "options": options, "kill": kill or None, **layout}
 
@@ -183,3 +186,58 @@ def ledger(folder: Path) -> list[dict[str, str]]:
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     clocks = ("time", "seconds", "wait_seconds", "restart")
     return [{k: v for k, v in row.items() if k not in clocks} for row in rows]
+
+
+@pytest.mark.ddp
+@pytest.mark.slow
+def test_the_world_changes_from_two_ranks_to_one_to_three_and_no_row_is_lost(
+    store: RowStore, tmp_path: Path
+) -> None:
+    path = recipe(store, tmp_path, max_epochs=3)
+    sharded = ("--model.shard_optimizer", "true")
+    layouts = [(2, 1), (1, 1), (3, 1), (1, 2), (2, 1), (3, 1), (2, 2)]
+    steps = [3, 5, 7, 12, 15, 17]
+    links = [
+        link(path, *layout, more=sharded, step=step, rank=-1)
+        for layout, step in zip(layouts, steps, strict=False)
+    ]
+    codes = run_links(tmp_path, [*links, link(path, *layouts[-1], more=sharded)])
+    assert [code[0] for code in codes] == [75] * len(steps) + [0]
+    train, _ = split_rows(store.column("conversation"), VAL_FRACTION)
+    batches = trained(tmp_path)
+    assert rows_by_epoch(batches) == [train.tolist()] * 3
+    rows = ledger(tmp_path)
+    assert [int(row["step"]) for row in rows] == list(range(len(rows)))
+    epochs = [int(row["epoch"]) for row in rows]
+    assert epochs == sorted(epochs)
+    for epoch in range(3):
+        counted = [int(row["rows"]) for row in rows if int(row["epoch"]) == epoch]
+        assert sum(counted) == len(train)
+    rates = [float(row["lr"]) for row in rows]
+    assert max(rates) == rates[4] == 3e-3  # warmed up once, in the first five steps
+    assert all(a >= b for a, b in pairwise(rates[7:]))  # and falling since the last change
+    assert final(tmp_path)["global_step"] == len(rows)
+
+
+@pytest.mark.ddp
+@pytest.mark.slow
+def test_four_and_eight_processes_train_as_one(store: RowStore, tmp_path: Path) -> None:
+    names = {4: tmp_path / "four", 8: tmp_path / "eight"}
+    for ranks, folder in names.items():
+        alone = tmp_path / f"alone-{ranks}"
+        options = {"max_epochs": 2}
+        one = link(recipe(store, alone, **options), 1, ranks)
+        many = link(recipe(store, folder, **options), ranks)
+        assert run_links(folder, [one, many]) == [[0], [0] * ranks]
+        ours, theirs = ledger(folder), ledger(alone)
+        assert len(ours) == len(theirs) >= 4
+        for name in ("rows", "labels", "tokens", "padded_tokens"):
+            assert [row[name] for row in ours] == [row[name] for row in theirs]
+        for name in ("loss", "grad_norm"):
+            expected = [float(row[name]) for row in theirs]
+            assert [float(row[name]) for row in ours] == pytest.approx(expected, rel=1e-4)
+        steps = {key[1]: 0 for key in trained(folder)}
+        for _, rank, _ in trained(folder):
+            steps[rank] += 1
+        assert set(steps.values()) == {len(ours)}
+        assert len(steps) == ranks
