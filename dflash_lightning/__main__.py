@@ -68,6 +68,10 @@ def run(name: str, rest: list[str]) -> None:
             allow_abbrev=False,
             exit_on_error=False,
         )
+    elif name == "fit" and "--rehearse" in rest:
+        from dflash_lightning.rehearsal import rehearse
+
+        rehearse([word for word in rest if word != "--rehearse"])
     elif name in TRAINER:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 

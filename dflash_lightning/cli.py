@@ -21,6 +21,7 @@ from dflash_lightning.budget import refuse_sharded_strategy
 from dflash_lightning.callbacks import (
     AtomicCheckpointIO,
     Ledger,
+    Preflight,
     ResumePoints,
     RunReport,
     TokenProgressBar,
@@ -123,6 +124,18 @@ class DFlashCLI(LightningCLI):
             }
         )
         parser.add_lightning_class_args(ResumePoints, "resume")
+        parser.add_argument(
+            "--preflight",
+            type=bool,
+            default=True,
+            help="Train the heaviest batches before step 0, without a trace: memory runs out then.",
+        )
+        parser.add_argument(
+            "--rehearse",
+            action="store_true",
+            help="Two steps, a save, a restart, an export in a folder that goes; then say what the "
+            "whole run takes.",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, and refuse what is no checkpoint before anything tries to read it."""
@@ -130,7 +143,7 @@ class DFlashCLI(LightningCLI):
         command = self.config.get("subcommand")
         path = self.config.get(f"{command}.ckpt_path")
         if command == "fit" and path == "auto":
-            self.checkpoint = newest_checkpoint(run_root(self.config["fit"]["trainer"]))
+            self.checkpoint = newest_checkpoint(self.config["fit"]["trainer"])
             return
         if command == "validate" and path is None:
             raise ValueError(
@@ -176,8 +189,9 @@ class DFlashCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Give every trainer callbacks of its own, without the bar where it is switched off."""
-        callbacks: list[Callback] = [WandbRun(), ValidateAtBothEnds(), RunReport()]
         config: Any = self.config_init
+        preflight = Preflight(enabled=self._get(config, "preflight"))
+        callbacks: list[Callback] = [WandbRun(), ValidateAtBothEnds(), RunReport(), preflight]
         if self._get(config, "trainer")["enable_progress_bar"] is not False:
             callbacks.append(TokenProgressBar())
         callbacks.append(Ledger())  # last: what others do is no part of a step
@@ -204,9 +218,11 @@ TRAINER_DEFAULTS = {
 }
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to go on from among a root's run folders; None where a new run starts."""
-    newest, broken = newest_complete(root.glob("*"))
+def newest_checkpoint(trainer: Any) -> Path | None:
+    """The checkpoint to go on from, by a trainer's configuration; None where a new run starts."""
+    root, version = run_root(trainer), run_version(trainer)
+    folders = root.glob("[!.]*") if version is None else [root / version]
+    newest, broken = newest_complete(folders)
     for path in broken:
         say(f"passed over {path}: it is not complete, or holds weights only")
     say(f"no checkpoint in {root}: a new run" if newest is None else f"going on from {newest}")
@@ -215,12 +231,25 @@ def newest_checkpoint(root: Path) -> Path | None:
 
 def run_root(trainer: Any) -> Path:
     """The folder of run folders that a trainer's configuration names."""
+    given = csv_logger(trainer)
+    if given is None:
+        return Path(trainer["default_root_dir"] or ".")
+    return Path(given["save_dir"]) / (given.get("name") or "")
+
+
+def run_version(trainer: Any) -> str | None:
+    """The run folder that it names, if it names one."""
+    version = (csv_logger(trainer) or {}).get("version")
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def csv_logger(trainer: Any) -> Any:
+    """Arguments of the logger that decides the run folder; None without one."""
     loggers = trainer["logger"]
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         if logger and logger is not True and logger["class_path"].endswith("CSVLogger"):
-            given = logger["init_args"]
-            return Path(given["save_dir"]) / (given.get("name") or "")
-    return Path(trainer["default_root_dir"] or ".")
+            return logger["init_args"]
+    return None
 
 
 def default_precision(accelerator: str) -> str:

@@ -24,6 +24,7 @@ from dflash_lightning.planning.job import build_target
 
 STEPS = 2  # before the save; one more follows the restart
 VALIDATION_BATCHES = 2
+LOGGERS = "lightning.pytorch.loggers"
 
 
 def rehearse(arguments: list[str]) -> None:
@@ -41,7 +42,7 @@ def rehearse(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix=".rehearsal-", dir=beside) as folder:
         scratch = Path(folder)
         run = scratch / "run"
-        options = [*arguments, *moved_to(scratch)]
+        options = [*arguments, *moved_to(scratch, config["trainer"]["logger"])]
         with stage(f"{STEPS} steps and a save"):
             fit(*options, "--ckpt_path=null", f"--trainer.max_steps={STEPS}")
             saved = newest(run)
@@ -117,13 +118,20 @@ def fit(*options: str) -> None:
     command("fit", *options, stdout=None)
 
 
-def moved_to(scratch: Path) -> list[str]:
-    """Options that keep everything inside a folder, and validation short."""
+def moved_to(scratch: Path, loggers: Any) -> list[str]:
+    """Options that keep everything inside a folder, and validation short.
+
+    Args:
+        scratch: The folder.
+        loggers: Of the configuration; W&B is rehearsed too, offline.
+    """
+    place: dict[str, Any] = {"save_dir": str(scratch)}
+    kinds = {"CSVLogger": {**place, "name": "", "version": "run"}}
+    if "WandbLogger" in json.dumps(loggers):
+        kinds["WandbLogger"] = {**place, "offline": True}
+    ours = [{"class_path": f"{LOGGERS}.{k}", "init_args": given} for k, given in kinds.items()]
     return [
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
-        f"--trainer.logger.save_dir={scratch}",
-        "--trainer.logger.name=",
-        "--trainer.logger.version=run",
+        f"--trainer.logger={json.dumps(ours)}",
         f"--trainer.default_root_dir={scratch}",
         f"--checkpoint.dirpath={scratch / 'run' / 'checkpoints'}",
         f"--trainer.limit_val_batches={VALIDATION_BATCHES}",

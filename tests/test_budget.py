@@ -162,13 +162,14 @@ def test_sizes_of_a_hybrid_target() -> None:
 # -- memory against storages that are alive --------------------------------------------------------
 
 
-def measured_training(spec: DrafterSpec, load: BatchLoad, *, mixed: bool, again: bool) -> int:
+def measured_training(
+    spec: DrafterSpec, load: BatchLoad, *, dtype: torch.dtype, mixed: bool, again: bool
+) -> int:
     """Most bytes alive while a drafter is trained on one batch, beside weights and gradients."""
     torch.manual_seed(0)
     drafter = Drafter(spec, checkpoint_layers=again)
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    dtype = torch.bfloat16 if mixed else torch.float32
     slots = load.slots // load.rows
     features = torch.randn(load.rows, load.width, 3 * spec.hidden_size, dtype=dtype)
     blocks = torch.randn(load.rows, slots, spec.block_size, spec.hidden_size, dtype=dtype)
@@ -182,24 +183,26 @@ def measured_training(spec: DrafterSpec, load: BatchLoad, *, mixed: bool, again:
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("mixed", "narrow"), [(False, False), (False, True), (True, False), (True, True)]
+)
 @pytest.mark.parametrize(
     ("spec", "rows", "width", "slots"),
     [(small(), 2, 200, 40), (small(), 8, 60, 7), (public_sliding(), 3, 200, 25)],
 )
 def test_drafter_memory_is_what_is_alive(
-    spec: DrafterSpec, rows: int, width: int, slots: int, mixed: bool, again: bool
+    spec: DrafterSpec, rows: int, width: int, slots: int, mixed: bool, narrow: bool, again: bool
 ) -> None:
     load = BatchLoad(rows * width, rows, rows * slots, width)
-    size = 2 if mixed else 4
+    size, dtype = 2 if mixed else 4, torch.bfloat16 if narrow else torch.float32
     estimate = (
-        context_bytes(spec, load.tokens, size)
+        context_bytes(spec, load.tokens, size, features=dtype.itemsize)
         + block_bytes(spec, load, size, checkpointing=again)
         + mask_bytes(spec, load, size)
         + cast_bytes(spec, load, size, checkpointing=again)
         + backward_bytes(spec, load, size)
     )
-    real = measured_training(spec, load, mixed=mixed, again=again)
+    real = measured_training(spec, load, dtype=dtype, mixed=mixed, again=again)
     assert 0.99 * real < estimate < 1.15 * real
 
 

@@ -13,8 +13,6 @@ from dflash_lightning import Batching, plan_epoch
 from dflash_lightning.data.store import RowStore, split_rows
 from dflash_lightning.rehearsal import disk_needed, newest, rehearse
 
-PREFLIGHT = "dflash_lightning.callbacks.preflight.Preflight"
-
 
 def files_in(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
@@ -26,7 +24,7 @@ def test_a_rehearsal_says_what_the_run_will_take_and_leaves_nothing(
 ) -> None:
     config = recipe(store, target_folder, tmp_path)
     before = files_in(tmp_path)
-    rehearse(["--config", str(config), "--trainer.callbacks+=" + PREFLIGHT])
+    rehearse(["--config", str(config)])
     said = capfd.readouterr().out
     assert files_in(tmp_path) == before
     assert said.endswith("rehearsal: passed\n")

@@ -80,16 +80,17 @@ def _mixer(target: TargetSizes, kind: str, size: int) -> float:
     return size * 3 * target.hidden_size + mixed + target.linear_heads * wide
 
 
-def context_bytes(spec: DrafterSpec, tokens: int, size: int) -> int:
+def context_bytes(spec: DrafterSpec, tokens: int, size: int, *, features: int) -> int:
     """Bytes kept of the context: fused features, and keys and values of every draft layer.
 
     Args:
         spec: The drafter.
         tokens: Padded tokens.
         size: Bytes of a number in matrix products: 2 under bf16-mixed, else 4.
+        features: Bytes of a number of the target's features; where it differs, a copy is kept.
     """
     fused = (8 + size) * spec.hidden_size  # before, inside and after the norm
-    cast = size * len(spec.target_layer_ids) * spec.hidden_size if size == 2 else 0
+    cast = size * len(spec.target_layer_ids) * spec.hidden_size if features != size else 0
     per_layer = (8 + 2 * size) * key_width(spec)  # keys around their norm; keys and values
     return tokens * (cast + fused + spec.num_layers * per_layer)
 

@@ -172,7 +172,7 @@ def _drafter_phase(spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Lin
             "matrices in bfloat16, 2 bytes a weight",
         ),
         "drafter context": (
-            context_bytes(spec, load.tokens, size),
+            context_bytes(spec, load.tokens, size, features=setup.target_bytes),
             f"{load.tokens:,} tokens: fused features, keys, values",
         ),
         "drafter blocks": (

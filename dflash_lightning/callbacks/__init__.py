@@ -2,6 +2,7 @@
 
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.ledger import Ledger
+from dflash_lightning.callbacks.preflight import Preflight
 from dflash_lightning.callbacks.progress import TokenProgressBar
 from dflash_lightning.callbacks.report import RunReport, log_plan
 from dflash_lightning.callbacks.restart import WandbRun, join_run
@@ -12,6 +13,7 @@ from dflash_lightning.callbacks.validation import ValidateAtBothEnds
 __all__ = [
     "AtomicCheckpointIO",
     "Ledger",
+    "Preflight",
     "ResumePoints",
     "RunReport",
     "Stopped",

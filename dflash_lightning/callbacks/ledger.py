@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -15,6 +15,7 @@ from dflash_lightning.batching.cost import rank_work
 from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS, LedgerFile
 from dflash_lightning.callbacks.rate import Rate, Stopwatch
 from dflash_lightning.callbacks.run import parts, run_folder, say
+from dflash_lightning.callbacks.utilisation import flops_of, peak_of
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.functional.anchors import draw_anchors, label_counts
 from dflash_lightning.module import DFlashModule
@@ -32,24 +33,18 @@ class Ledger(Callback):
     loading meanwhile.
 
     Args:
-        flops_per_step: Floating-point operations of a step over all ranks, from its statistics.
-        peak_flops: What all ranks together could do in a second. ``train/mfu`` is logged where
-            both are given.
+        peak_flops: Operations a second that all ranks could do together; null looks the card up.
+            ``train/mfu`` is logged where it is known.
     """
 
-    def __init__(
-        self,
-        flops_per_step: Callable[[Mapping[str, Any]], float] | None = None,
-        peak_flops: float | None = None,
-    ) -> None:
-        self.flops_per_step = flops_per_step
+    def __init__(self, peak_flops: float | None = None) -> None:
         self.peak_flops = peak_flops
         self.file: LedgerFile | None = None
         self.rate = Rate()
         self.total_tokens = 0
         self._clock = Stopwatch()
         self._seconds = 0.0
-        self._waiting: tuple[str, np.ndarray] = ("", np.zeros(0))
+        self._work: tuple[str, np.ndarray, np.ndarray] = ("", np.zeros(0), np.zeros(0))
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -57,6 +52,7 @@ class Ledger(Callback):
         """Open the file, cut back to the step from which the run goes on."""
         module, data = parts(trainer)
         self.rate, self._seconds = Rate(), 0.0
+        self.peak_flops = self.peak_flops or peak_of(trainer)
         self.total_tokens = data.num_tokens(module.total_steps())
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
@@ -132,7 +128,11 @@ class Ledger(Callback):
             if self.file is not None:
                 self.file.write(row)
             step = data.run_plan.step_in_plan(int(row["step"]))
-            values = {**_bucket_values(row), **self._rates(row, data.plan, step)}
+            waiting, width = self._work_of(data.plan, step)
+            values = {**_bucket_values(row), **self._rates(row), "rank_waiting": waiting}
+            if self.peak_flops is not None:
+                spent = flops_of(trainer, row, width)
+                values["mfu"] = spent / max(row["seconds"], 1e-9) / self.peak_flops
             # Tensors on the CPU: Lightning would copy a number to the device and wait for it.
             tensors = {f"train/{name}": torch.tensor(float(x)) for name, x in values.items()}
             pl_module.log_dict(tensors, batch_size=1)
@@ -140,29 +140,26 @@ class Ledger(Callback):
 
     # -- what is logged -------------------------------------------------------------------------
 
-    def _rates(self, row: Mapping[str, Any], plan: EpochPlan, step: int) -> dict[str, float]:
+    def _rates(self, row: Mapping[str, Any]) -> dict[str, float]:
         """Rates of a step over all ranks, and the hours left of the run."""
         seconds = max(row["seconds"], 1e-9)
         left = self.rate.seconds_left(self.total_tokens - row["tokens_seen"])
-        rates = {
+        return {
             "tokens_per_second": row["tokens"] / seconds,
             "padded_tokens_per_second": row["padded_tokens"] / seconds,
             "labels_per_second": row["labels"] / seconds,
             "data_wait_share": row["wait_seconds"] / seconds,
-            "rank_waiting": self._rank_waiting(plan, step),
             "eta_hours": left / 3600,
         }
-        if self.flops_per_step is not None and self.peak_flops is not None:
-            rates["mfu"] = self.flops_per_step(row) / seconds / self.peak_flops
-        return rates
 
-    def _rank_waiting(self, plan: EpochPlan, step: int) -> float:
-        """Padded tokens of the step's slowest rank over those of the mean rank."""
-        if self._waiting[0] != plan.fingerprint:
-            work = rank_work(plan)[0]
-            self._waiting = plan.fingerprint, work.max(1) / work.mean(1)
-        waiting = self._waiting[1]
-        return float(waiting[step]) if step < len(waiting) else math.nan
+    def _work_of(self, plan: EpochPlan, step: int) -> tuple[float, float]:
+        """The slowest rank's padded tokens over the mean rank's, and the mean width by tokens."""
+        if self._work[0] != plan.fingerprint:
+            linear, quadratic = rank_work(plan)
+            waiting = linear.max(1) / linear.mean(1)
+            self._work = plan.fingerprint, waiting, quadratic.sum(1) / linear.sum(1)
+        _, waiting, width = self._work
+        return float(waiting[step]), float(width[step])
 
 
 def _bucket_values(row: Mapping[str, Any]) -> dict[str, float]:

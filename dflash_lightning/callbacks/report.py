@@ -45,7 +45,8 @@ class RunReport(Callback):
         text = "\n".join([f"{report}\n", *self._outlook(trainer)])
         say(f"\n{text}\n")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.txt").write_text(text + "\n")
+        with (folder / "plan.txt").open("a" if module.resumed is not None else "w") as file:
+            file.write(text + "\n")
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 log_plan(logger, report)
@@ -59,7 +60,7 @@ class RunReport(Callback):
             epoch, done = module.resumed.epoch, sum(s for _, _, s in module.resumed.segments)
             state = "finished" if module.resumed.finished else f"after {done:,} of its steps"
             lines.append(f"restart {module.progress['restarts']}: epoch {epoch} {state}")
-            lines += [changes_table(module.changes)] if module.changes else []
+            lines += ["", changes_table(module.changes), ""] if module.changes else []
         warmup = module.effective_warmup()
         lines.append(
             f"{module.total_steps():,} optimizer steps in all; the rate rises to {module.lr:g} "

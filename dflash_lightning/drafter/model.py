@@ -195,13 +195,16 @@ class Drafter(nn.Module):
         return positions[..., None].float() * self.inverse_frequencies
 
     def _context(self, features: Tensor, angles: Tensor) -> list[KeyValue]:
-        fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        # Autocast rounds to its own dtype: a wider copy before would be made and kept for nothing.
+        if not torch.is_autocast_enabled(features.device.type):
+            features = features.to(self.fc.weight.dtype)
+        fused = self.hidden_norm(self.fc(features))
         return [layer.context(fused, angles) for layer in self.draft_layers]
 
     def _blocks(
         self, x: Tensor, angles: Tensor, context: list[KeyValue], chunks: list[Chunk] | None
     ) -> Tensor:
-        x = x.to(self.fc.weight.dtype)
+        x = x.to(self.fc.weight.dtype)  # the residuals' dtype, under autocast too
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
         for layer, layer_context in zip(self.draft_layers, context, strict=True):
             if recompute:  # nothing in a layer is random

@@ -13,9 +13,9 @@ from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.data.store import write_json
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.planning.job import read_job
-from dflash_lightning.planning.report import RunPlan
+from dflash_lightning.planning.report import RunCost
 from dflash_lightning.planning.steps import count_steps, find_rows
-from dflash_lightning.planning.text import plan_text
+from dflash_lightning.planning.text import cost_text
 
 
 class PlanTrainer(L.Trainer):
@@ -65,14 +65,14 @@ class PlanCLI(DFlashCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         config: dict[str, Any] = self.config[subcommand].as_dict()
-        plan = plan_run(config)
-        sys.stdout.write(plan_text(plan) + "\n")
+        cost = cost_of(config)
+        sys.stdout.write(cost_text(cost) + "\n")
         if config["json"]:
-            write_json(Path(config["json"]), plan.to_dict())
+            write_json(Path(config["json"]), cost.to_dict())
 
 
-def plan_run(config: dict[str, Any]) -> RunPlan:
-    """Plan a run.
+def cost_of(config: dict[str, Any]) -> RunCost:
+    """What a run costs.
 
     Args:
         config: The parsed configuration with the options of ``plan``.
@@ -87,7 +87,7 @@ def plan_run(config: dict[str, Any]) -> RunPlan:
     ends = job.epochs is not None or job.max_steps is not None
     lengths = config["lengths"]
     rows = find_rows(job, None if lengths is None else Path(lengths)) if ends else None
-    return RunPlan(
+    return RunCost(
         job=job,
         rows=rows,
         steps=None if rows is None else count_steps(rows.lengths, job),

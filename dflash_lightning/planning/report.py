@@ -1,4 +1,4 @@
-"""The plan of a run: memory, steps, time, and the ways out where it does not fit."""
+"""What a run costs: memory, steps, time, and the ways out where it does not fit."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from dflash_lightning.planning.steps import Rows, Steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunCost:
     """Memory, steps and time of a run.
 
     Args:
