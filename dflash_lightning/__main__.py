@@ -44,6 +44,8 @@ def main() -> None:
         sys.stdout.write(overview() + "\n")
         return
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # batches differ in size: no fragmentation
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         run(name, rest)
     except (ValueError, FileNotFoundError, ArgumentError) as error:

@@ -45,6 +45,7 @@ class ResumableModule(L.LightningModule):
         self.statistics: StepStatistics | None = None
         self.changes: list[Change] = []
         self.resumed: Position | None = None
+        self.resumed_step = 0
         self._kept_warmup: int | None = None
         self._fresh = True
 
@@ -146,7 +147,7 @@ class ResumableModule(L.LightningModule):
         self._data.resume(checkpoint, position)
         given = self.settings()
         self.changes = compare_settings(found["settings"], given, mid_epoch=position.is_mid_epoch)
-        self.resumed = position
+        self.resumed, self.resumed_step = position, checkpoint["global_step"]
         self._kept_warmup = found["settings"]["model.warmup_steps"]
 
     def on_train_start(self) -> None:

@@ -79,11 +79,11 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_chats(path: Path, count: int) -> Path:
+def write_chats(path: Path, count: int, longest: int = 17) -> Path:
     """Chats whose answers vary in length; ids and sources are given."""
     lines = []
     for i in range(count):
-        answer = " ".join(f"word{(i * 7 + k) % 13}" for k in range(2 + (i * 5) % 17))
+        answer = " ".join(f"word{(i * 7 + k) % 13}" for k in range(2 + (i * 5) % longest))
         messages = [
             {"role": "user", "content": f"question {i}"},
             {"role": "assistant", "content": answer},

@@ -172,7 +172,8 @@ def measured_training(
         parameter.grad = torch.zeros_like(parameter)
     slots = load.slots // load.rows
     features = torch.randn(load.rows, load.width, 3 * spec.hidden_size, dtype=dtype)
-    blocks = torch.randn(load.rows, slots, spec.block_size, spec.hidden_size, dtype=dtype)
+    embedded = torch.bfloat16 if mixed else torch.float32
+    blocks = torch.randn(load.rows, slots, spec.block_size, spec.hidden_size, dtype=embedded)
     anchors = torch.linspace(load.width // slots, load.width - 2, slots).long()
     anchors = anchors.expand(load.rows, slots).contiguous()
     with LiveBytes() as live:
@@ -257,7 +258,7 @@ def test_target_memory_is_what_is_alive(config: PretrainedConfig) -> None:
 @pytest.fixture(scope="module")
 def big() -> tuple:
     config = known_config("Qwen/Qwen3.6-27B")
-    return target_sizes(config), PUBLIC.for_target(config), BatchLoad(46_080, 5, 640, 8192)
+    return target_sizes(config), PUBLIC.for_target(config), BatchLoad(46_080, 5, 870, 8192)
 
 
 def line(sheet: Any, name: str) -> int:

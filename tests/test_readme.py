@@ -80,12 +80,17 @@ def test_every_command_of_the_readme_runs(workplace: Path, cache: str) -> None:
         printed = run(arguments, workplace, DFLASH_CACHE=cache)
         if arguments[0] == "fit" and "--print_config" not in arguments:
             assert "val/est_tau" in printed
+        if "--rehearse" in arguments:
+            assert "rehearsal: passed" in printed
+        if "auto" in arguments:
+            assert "going on from" in printed
         if arguments[0] == "decode":
             assert "output equal to the target's own for 20 of 20 prompts" in printed
     assert {"fit", "validate", "decode", "regenerate", "prepare", "buckets", "export"} <= set(names)
     assert (workplace / "buckets.png").stat().st_size > 10_000
     first = workplace / "runs" / "quickstart" / "version_0"
-    for name in ("config.yaml", "metrics.csv", "checkpoints/last.ckpt", "drafter/config.json"):
+    left = ("config.yaml", "plan.txt", "preflight.json", "ledger.csv", "metrics.csv")
+    for name in (*left, "checkpoints/last.ckpt", "drafter/config.json"):
         assert (first / name).is_file(), name
     assert (workplace / "my-drafter" / "model.safetensors").is_file()
     assert list((workplace / "runs").rglob("offline-run-*/run-*.wandb"))

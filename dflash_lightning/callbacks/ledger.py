@@ -130,6 +130,9 @@ class Ledger(Callback):
             step = data.run_plan.step_in_plan(int(row["step"]))
             waiting, width = self._work_of(data.plan, step)
             values = {**_bucket_values(row), **self._rates(row), "rank_waiting": waiting}
+            if pl_module.device.type == "cuda":  # the gap between the two is fragmentation
+                values["memory_peak_gb"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
+                values["memory_reserved_gb"] = torch.cuda.memory_reserved(pl_module.device) / 1e9
             if self.peak_flops is not None:
                 spent = flops_of(trainer, row, width)
                 values["mfu"] = spent / max(row["seconds"], 1e-9) / self.peak_flops

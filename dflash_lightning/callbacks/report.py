@@ -60,6 +60,8 @@ class RunReport(Callback):
             epoch, done = module.resumed.epoch, sum(s for _, _, s in module.resumed.segments)
             state = "finished" if module.resumed.finished else f"after {done:,} of its steps"
             lines.append(f"restart {module.progress['restarts']}: epoch {epoch} {state}")
+            if module.total_steps() <= module.resumed_step:
+                lines.append("all its steps are done; raise trainer.max_epochs for more")
             lines += ["", changes_table(module.changes), ""] if module.changes else []
         warmup = module.effective_warmup()
         lines.append(

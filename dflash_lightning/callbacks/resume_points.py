@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import WandbLogger
 
@@ -55,7 +56,7 @@ class ResumePoints(Checkpoint):
         self.signal: int | None = None
         self.saved_step = -1
         self._saved_at = 0.0
-        self._stopping = False
+        self._stopping = self._validation_cut = False
         self._folder = Path()
 
     def __str__(self) -> str:
@@ -116,6 +117,17 @@ class ResumePoints(Checkpoint):
         if step % self.every_n_steps == 0 or stats["save"]:
             self.save(trainer)
 
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_args: Any, **_more: Any
+    ) -> None:
+        """Stop within a validation too, which may take longer than a scheduler waits."""
+        if trainer.state.fn != "fit":
+            return
+        asked = torch.tensor(float(self.signal is not None), device=pl_module.device)
+        if trainer.strategy.reduce(asked, reduce_op="sum").item():
+            self._validation_cut = True
+            self.stop(trainer, "a signal asked for it", STOPPED)
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the end of the run: more epochs may follow."""
         if self.saved_step != trainer.global_step:
@@ -152,6 +164,7 @@ class ResumePoints(Checkpoint):
     ) -> None:
         """Say whether the process ended with this file, and so had the time to close its logs."""
         checkpoint["stopped"] = self._stopping
+        checkpoint["validation_cut"] = self._validation_cut
 
     def stop(self, trainer: L.Trainer, why: str, code: int) -> None:
         """Save, and leave on all ranks.
@@ -163,9 +176,10 @@ class ResumePoints(Checkpoint):
             signal.signal(name, signal.SIG_IGN)
         self._stopping = True
         saved = self.save(trainer)
-        # Lightning logs a step after this hook: not any more, if nothing is said here.
-        trainer._logger_connector.on_batch_end()
-        trainer._logger_connector.update_train_step_metrics()
+        if not self._validation_cut:
+            # Lightning logs a step after this hook: not any more, if nothing is said here.
+            trainer._logger_connector.on_batch_end()
+            trainer._logger_connector.update_train_step_metrics()
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.mark_preempting()

@@ -13,11 +13,12 @@ class ValidateAtBothEnds(Callback):
 
     Lightning's sanity check logs nothing, and a run cut by ``max_steps`` would end without a
     number for the drafter that it leaves. A run that was stopped between an epoch's last step and
-    its validation gets that validation when it goes on.
+    its validation, or within it, gets that validation when it goes on.
     """
 
     def __init__(self) -> None:
         self.validated_step = -1
+        self.cut = False
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remember when the last validation was."""
@@ -31,7 +32,8 @@ class ValidateAtBothEnds(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the whole validation at step 0, or the one that a stop cut off."""
-        owed = self._resumed_at_epoch_end(trainer) and self.validated_step != trainer.global_step
+        due = self._resumed_at_epoch_end(trainer) and self.validated_step != trainer.global_step
+        owed, self.cut = due or self.cut, False
         if (trainer.global_step == 0 or owed) and trainer.enable_validation:
             self._validate(trainer)
 
@@ -42,6 +44,12 @@ class ValidateAtBothEnds(Callback):
         if position is None or not position.finished or every is None:
             return False
         return (position.epoch + 1) % every == 0
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A validation that a stop cut off is run again, as a whole."""
+        self.cut = checkpoint.get("validation_cut", False)
 
     def state_dict(self) -> dict[str, Any]:
         """When the last validation was."""

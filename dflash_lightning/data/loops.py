@@ -35,6 +35,9 @@ def mend_progress(checkpoint: dict[str, Any], position: Position, first_batch: i
         first_batch: Batches that a rank has behind it in the plan that goes on.
     """
     loop = checkpoint["loops"]["fit_loop"]
+    validation = loop["epoch_loop.val_loop.batch_progress"]
+    for part in ("total", "current"):  # a validation that goes on would begin behind its batches
+        validation[part] = dict.fromkeys(validation[part], 0)
     batches = loop["epoch_loop.batch_progress"]
     if not position.finished and batches["current"]["processed"] == first_batch:
         return  # saved at the end of a step of the same plan: Lightning's own count is right
