@@ -4,6 +4,7 @@ A checkpoint is complete when its file is: it is written under another name and 
 table at the end of the archive, without which nothing reads it, is the last thing written.
 """
 
+import pickle
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,7 +53,8 @@ def compare_settings(
         ValueError: A setting that decides the rest of the epoch changed within it.
     """
     changes = []
-    for name, value in given.items():
+    # Edges last: others decide them, and are what was changed.
+    for name, value in sorted(given.items(), key=lambda item: item[0] == FIXED):
         before = saved.get(name)
         if name not in saved or before == value:
             continue
@@ -100,7 +102,7 @@ def read_checkpoint(path: Path) -> dict[str, Any] | None:
         return None
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError):
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError):
         return None
     return found if isinstance(found, dict) and "dflash" in found else None
 

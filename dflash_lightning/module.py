@@ -259,10 +259,15 @@ class DFlashModule(ResumableModule):
         """Log ratios of global sums: every rank logs the same numbers under the same keys."""
         stats = self.step_stats
         names = ("loss", "accuracy", "rows", "tokens", "labels", "weight", "lr", "grad_norm")
-        values = {name: float(stats[name]) for name in (*names, "tokens_seen")}
+        values = {name: float(stats[name]) for name in names}
         values["padding_fraction"] = 1 - stats["tokens"] / stats["padded_tokens"]
         values["skipped_steps"] = float(self.skipped_steps)
         self.log_dict({f"train/{name}": v for name, v in values.items()}, batch_size=1)
+        self._log_tokens_seen()
+
+    def _log_tokens_seen(self) -> None:
+        """The axis on which runs with other batches compare, beside the steps."""
+        self.log("tokens_seen", float(self.progress["tokens_seen"]), batch_size=1)
 
     # -- validation -----------------------------------------------------------------------------
 
@@ -279,6 +284,7 @@ class DFlashModule(ResumableModule):
         self.val_metrics.reset()
         for name, value in values.items():
             self.log(f"val/{name}", value, batch_size=1)
+        self._log_tokens_seen()
 
     # -- optimizer ------------------------------------------------------------------------------
 
@@ -298,6 +304,7 @@ class DFlashModule(ResumableModule):
                 step, warmup_steps=warmup, total_steps=total, schedule=self.schedule
             )
 
+        self.rate_factor = factor
         self._schedule = LambdaLR(optimizer, factor)
         per_step = {"scheduler": self._schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": per_step}

@@ -139,11 +139,14 @@ class ResumableModule(L.LightningModule):
         found = checkpoint["dflash"]
         position = Position.from_dict(found["position"])
         progress = dict(found["progress"])
-        assert self.statistics is not None  # made in setup
-        self.statistics.load_state_dict(progress.pop("statistics"))
-        self.progress = {**progress, "restarts": progress["restarts"] + 1}
+        self._data.run_plan.keep_boundaries(found["settings"])
         given = {**self._data.settings(), "trainer.world_size": self.trainer.world_size}
         compare_settings(found["settings"], given, mid_epoch=position.is_mid_epoch)
+        assert self.statistics is not None  # made in setup
+        ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        self.statistics = StepStatistics(self._data.plan.boundaries, **ranks)
+        self.statistics.load_state_dict(progress.pop("statistics"))
+        self.progress = {**progress, "restarts": progress["restarts"] + 1}
         self._data.resume(checkpoint, position)
         given = self.settings()
         self.changes = compare_settings(found["settings"], given, mid_epoch=position.is_mid_epoch)

@@ -175,7 +175,10 @@ def _bucket_values(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
-    """What a reader of the ledger needs to know of the run; plain types."""
+    """What a reader of the ledger needs to know of the run; plain types.
+
+    Position and settings let a later plan name the rows of every step that follows.
+    """
     plan, batching = data.plan, data.batching
     buckets = plan.row_buckets(np.arange(len(data.train_rows)))
     rows = np.bincount(buckets, minlength=plan.num_buckets)
@@ -188,6 +191,9 @@ def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
         "total_steps": module.total_steps(),
         "peak_lr": module.lr,
         "world_size": data.world_size,
+        "accumulate": data.accumulate,
+        "position": data.position().to_dict(),
+        "settings": data.settings(),
         "order": batching.order,
         "deal": batching.deal,
         "plan": plan.fingerprint,

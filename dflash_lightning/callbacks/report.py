@@ -63,10 +63,12 @@ class RunReport(Callback):
             if module.total_steps() <= module.resumed_step:
                 lines.append("all its steps are done; raise trainer.max_epochs for more")
             lines += ["", changes_table(module.changes), ""] if module.changes else []
-        warmup = module.effective_warmup()
+        total, warmup = module.total_steps(), module.effective_warmup()
+        first, last = (module.lr * module.rate_factor(step) for step in (0, total - 1))
+        lines.append(f"{total:,} optimizer steps in all")
         lines.append(
-            f"{module.total_steps():,} optimizer steps in all; the rate rises to {module.lr:g} "
-            f"until step {warmup:,}, then {module.schedule}"
+            f"learning rate {first:.3g} at the first step, {module.lr:g} at step {warmup:,}, where "
+            f"the warm-up ends, then {module.schedule}, {last:.3g} at the last step"
         )
         saver = next(iter(callbacks_of(trainer, ResumePoints)), None)
         return [*lines, f"saves to go on from: {saver}"] if saver else lines

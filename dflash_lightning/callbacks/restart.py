@@ -16,7 +16,7 @@ from dflash_lightning.callbacks.run import run_folder, say
 WANDB_MARGIN = 10_000  # W&B steps that a killed process may have used after its last checkpoint
 WANDB_UNWRITTEN = 500  # rows that may be in memory when W&B is killed: it writes 32 KB at a time
 # Columns of the ledger that are logged under the same name.
-ON_BOTH = ("loss", "lr", "grad_norm", "rows", "tokens", "labels", "weight", "tokens_seen")
+ON_BOTH = ("loss", "lr", "grad_norm", "rows", "tokens", "labels", "weight")
 
 
 def join_run(trainer: L.Trainer, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -109,7 +109,8 @@ class WandbRun(Callback):
         for row in last_rows(self.folder / "ledger.csv", WANDB_UNWRITTEN):
             if row["restart"] == restarts and row["step"] < step:
                 values = {f"train/{name}": row[name] for name in ON_BOTH if name in row}
-                run.log({**values, "epoch": row["epoch"], "trainer/global_step": int(row["step"])})
+                axes = {"trainer/global_step": int(row["step"]), "tokens_seen": row["tokens_seen"]}
+                run.log({**values, **axes, "epoch": row["epoch"]})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say how to upload what was written to disk."""

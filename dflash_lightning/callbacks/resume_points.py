@@ -76,7 +76,19 @@ class ResumePoints(Checkpoint):
         """Take over the signals; Lightning registered its own handlers before."""
         self._saved_at = time.monotonic()
         self.saved_step = trainer.global_step
-        self.signal = None
+        self._take_over(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The validation before the first step comes before this class is told of the start."""
+        if trainer.state.fn == "fit":
+            self._take_over(trainer)
+
+    def _take_over(self, trainer: L.Trainer) -> None:
+        """Remember signals; a SIGTERM that Lightning has noted before is one to us, too."""
+        early: Any = trainer._signal_connector
+        if early.received_sigterm:
+            early.received_sigterm = False
+            self.signal = signal.SIGTERM
         for name in SIGNALS:
             signal.signal(name, self._note)
 
@@ -145,10 +157,11 @@ class ResumePoints(Checkpoint):
         self._saved_at, self.saved_step = time.monotonic(), trainer.global_step
         new, last = self._folder / "next.ckpt", self._folder / "last.ckpt"
         self._folder.mkdir(parents=True, exist_ok=True)
+        left = new.stat().st_mtime_ns if new.exists() else None  # by a process that was killed
         trainer.save_checkpoint(new, weights_only=False)
         if not trainer.is_global_zero:
             return True
-        if not new.exists():
+        if not new.exists() or new.stat().st_mtime_ns == left:
             return False  # said by the writer
         try:
             if last.exists():

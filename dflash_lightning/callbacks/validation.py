@@ -12,8 +12,8 @@ class ValidateAtBothEnds(Callback):
     """Validates before the first step, and after the last where ``max_steps`` ends an epoch early.
 
     Lightning's sanity check logs nothing, and a run cut by ``max_steps`` would end without a
-    number for the drafter that it leaves. A run that was stopped between an epoch's last step and
-    its validation, or within it, gets that validation when it goes on.
+    number for the drafter that it leaves. A run that was stopped between a step and the validation
+    behind it, or within it, gets that validation when it goes on.
     """
 
     def __init__(self) -> None:
@@ -32,18 +32,28 @@ class ValidateAtBothEnds(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run the whole validation at step 0, or the one that a stop cut off."""
-        due = self._resumed_at_epoch_end(trainer) and self.validated_step != trainer.global_step
+        due = self._was_due(trainer) and self.validated_step != trainer.global_step
         owed, self.cut = due or self.cut, False
         if (trainer.global_step == 0 or owed) and trainer.enable_validation:
             self._validate(trainer)
 
     @staticmethod
-    def _resumed_at_epoch_end(trainer: L.Trainer) -> bool:
+    def _was_due(trainer: L.Trainer) -> bool:
+        """Whether a validation belongs behind the step at which the run was stopped."""
         position = parts(trainer)[0].resumed
-        every = trainer.check_val_every_n_epoch
-        if position is None or not position.finished or every is None:
+        every, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+        if position is None or not position.segments or not isinstance(interval, int | float):
             return False
-        return (position.epoch + 1) % every == 0
+        _, accumulate, steps = position.segments[-1]
+        batches = steps * accumulate
+        if every is None:
+            batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        elif (position.epoch + 1) % every:
+            return False
+        if isinstance(interval, float):
+            of_epoch = batches if position.finished else trainer.num_training_batches
+            interval = max(1, int(of_epoch * interval))
+        return batches % interval == 0
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]

@@ -39,12 +39,17 @@ def mend_progress(checkpoint: dict[str, Any], position: Position, first_batch: i
     for part in ("total", "current"):  # a validation that goes on would begin behind its batches
         validation[part] = dict.fromkeys(validation[part], 0)
     batches = loop["epoch_loop.batch_progress"]
-    if not position.finished and batches["current"]["processed"] == first_batch:
+    epochs = loop["epoch_progress"]
+    # A run that max_steps ends within an epoch counts that epoch as done.
+    within = not position.finished and epochs["current"]["processed"] == position.epoch
+    if within and batches["current"]["processed"] == first_batch:
         return  # saved at the end of a step of the same plan: Lightning's own count is right
-    if position.finished:  # say: this epoch is completed, the next not begun
+    if not within:
+        epoch = position.epoch
+        begun = epoch + 1  # of a finished epoch say: it is completed, the next not begun
+        done = begun if position.finished else epoch
         for part in ("total", "current"):
-            for name in loop["epoch_progress"][part]:
-                loop["epoch_progress"][part][name] = position.epoch + 1
+            epochs[part] = {"ready": begun, "started": begun, "processed": done, "completed": done}
     for name in batches["current"]:
         batches["current"][name] = first_batch
         batches["total"][name] = batches["total"]["ready"]

@@ -1,7 +1,7 @@
 """The plans of all epochs of a run, and how far the run is in them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -135,6 +135,21 @@ class RunPlan:
             segments=(*self._done, *here),
             finished=steps >= self.plan.num_steps,
         )
+
+    def keep_boundaries(self, saved: Mapping[str, Any]) -> None:
+        """Take a stopped run's bucket edges where the configuration leaves them to be found.
+
+        Args:
+            saved: Settings in its checkpoint.
+        """
+        edges = tuple(saved["data.batching.boundaries"])
+        same = saved["data.batching.num_buckets"] == self.batching.num_buckets
+        if self.batching.boundaries is not None or not same or edges == self.plan.boundaries:
+            return
+        self.batching = replace(self.batching, boundaries=edges)
+        self._steps.clear()
+        self._begin(self.epoch, self._whole(self.epoch), self._began)
+        self._mark_start()
 
     def resume(self, position: Position, step: int) -> bool:
         """Go on where another process stopped, with every row of the epoch exactly once.

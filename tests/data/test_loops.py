@@ -104,6 +104,19 @@ def test_a_step_that_was_under_way_begins_again():
     assert stepped == 3
 
 
+def test_an_epoch_that_max_steps_cut_short_goes_on():
+    checkpoint = saved(epoch=1, batch=3, before=12, step=15)
+    loop = checkpoint["loops"]["fit_loop"]
+    loop["epoch_progress"] = {"total": same(2), "current": same(2)}  # all epochs are over, it says
+    loop["epoch_loop.batch_progress"] = {"total": same(15), "current": same(3)}
+    mend_progress(checkpoint, Position(epoch=1, segments=((1, 1, 3),)), first_batch=3)
+    batches, epochs, stepped = progress(checkpoint)
+    begun = {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    assert epochs == {"total": begun, "current": begun}
+    assert batches == {"total": same(15), "current": same(3), "is_last_batch": False}
+    assert stepped == 15
+
+
 @pytest.mark.parametrize("batch", [0, 12])
 def test_after_a_finished_epoch_the_next_has_not_begun(batch: int):
     checkpoint = saved(epoch=1, batch=batch, before=12, step=6)

@@ -241,3 +241,44 @@ def test_four_and_eight_processes_train_as_one(store: RowStore, tmp_path: Path) 
             steps[rank] += 1
         assert set(steps.values()) == {len(ours)}
         assert len(steps) == ranks
+
+
+@pytest.mark.ddp
+@pytest.mark.slow
+def test_sharded_moments_recomputed_layers_and_gradients_in_buckets_change_no_bit(
+    store: RowStore, uninterrupted: Path, tmp_path: Path
+) -> None:
+    strategy = {
+        "class_path": "lightning.pytorch.strategies.DDPStrategy",
+        "init_args": {"gradient_as_bucket_view": True},
+    }
+    lean = (
+        *("--model.shard_optimizer", "true", "--model.activation_checkpointing", "true"),
+        *("--trainer.strategy", json.dumps(strategy)),
+    )
+    path = recipe(store, tmp_path)
+    links = [link(path, more=lean, step=9, rank=1), link(path, more=lean)]
+    assert run_links(tmp_path, links) == [[75, 0], [0, 0]]
+    assert_same_end(final(tmp_path), final(uninterrupted))
+
+
+@pytest.mark.slow
+def test_under_slurm_its_signal_saves_and_asks_for_the_job_again(
+    store: RowStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked.txt"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    scontrol.chmod(0o755)
+    job = {"JOB_ID": "42", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
+    for name, value in {**job, "NODEID": "0", "NNODES": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = recipe(store, tmp_path, max_epochs=1)
+    codes = run_links(tmp_path, [link(path, 1, step=3, name="SIGUSR1"), link(path, 1)])
+    assert codes == [[75], [0]]
+    assert asked.read_text() == "requeue 42\n"
+    assert "requeued job 42" in (tmp_path / "log-0.txt").read_text()
+    assert not list(tmp_path.rglob("hpc_ckpt_*"))
+    train, _ = split_rows(store.column("conversation"), VAL_FRACTION)
+    assert rows_by_epoch(trained(tmp_path)) == [train.tolist()]

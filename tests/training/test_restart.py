@@ -2,6 +2,7 @@
 
 import csv
 import signal
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -391,15 +392,15 @@ def test_rs_08_a_stale_next_file_is_not_taken_for_a_save_that_failed(
     run(store, tmp_path, Crash(3), saves=2)
     stale = tmp_path / "checkpoints" / "next.ckpt"
     stale.write_bytes(last(tmp_path).read_bytes())  # as after a kill just before the renaming
-    end = run(store, tmp_path, FullDisk(5, 9), KillAt(6), saves=4, ckpt=last(tmp_path)).error
+    end = run(store, tmp_path, FullDisk(2, 9), KillAt(4), ckpt=last(tmp_path)).error
     assert isinstance(end, Stopped)
     assert end.code == 1
-    assert read_checkpoint(last(tmp_path))["global_step"] == 4
+    assert not (tmp_path / "checkpoints" / "previous.ckpt").exists()
 
 
 def walk(value: object, path: str = "checkpoint") -> list[str]:
     """Where something else than tensors and plain types is."""
-    if type(value) in (dict, list, tuple):
+    if type(value) in (dict, OrderedDict, list, tuple):  # torch orders the names of weights
         items = value.items() if isinstance(value, dict) else enumerate(value)
         keys = list(value) if isinstance(value, dict) else []
         bad = [f"key {key!r} of {path}" for key in keys if type(key) not in (str, int)]
@@ -467,16 +468,20 @@ def test_a_stop_beside_a_validation_within_an_epoch_neither_loses_nor_repeats_it
     assert len(validated) == len(set(validated))
 
 
-def test_a_stop_during_validation_ends_after_the_next_step_and_repeats_nothing(
-    store: RowStore, whole: Run, tmp_path: Path
+@pytest.mark.parametrize("epochs_done", [0, 1])
+def test_a_stop_during_validation_repeats_it_as_a_whole_and_no_step(
+    store: RowStore, whole: Run, tmp_path: Path, epochs_done: int
 ) -> None:
-    first = whole.steps_of_epochs[0]
-    stopped = run(store, tmp_path, KillAt(first, hook="validation"))
-    again = run(store, tmp_path, ckpt=last(tmp_path))
+    step = sum(whole.steps_of_epochs[:epochs_done])
+    stopped = run(store, tmp_path, KillAt(step, hook="validation"))
     assert isinstance(stopped.error, Stopped)
-    assert stopped.trainer.global_step == first + 1
+    assert (stopped.error.code, stopped.trainer.global_step) == (75, step)
+    again = run(store, tmp_path, ckpt=last(tmp_path))
     assert {**stopped.watch.rows, **again.watch.rows} == whole.watch.rows
+    assert stopped.watch.rows.keys().isdisjoint(again.watch.rows)
     assert stopped.watch.validated + again.watch.validated == whole.watch.validated
+    values = [run.trainer.callback_metrics["val/est_tau"] for run in (again, whole)]
+    assert values[0] == values[1]
 
 
 def best(folder: Path, values: dict[int, float]) -> list[Callback]:

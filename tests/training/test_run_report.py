@@ -36,7 +36,12 @@ def test_a_fit_prints_its_plan_once_and_writes_it_into_the_run_folder(
     assert said.count("rows in") == 1
     steps = f"{trainer.global_step} optimizer steps in all"
     assert said.count(steps) == 1
-    assert (tmp_path / "plan.txt").read_text() == f"{report}\n\n{steps}\n"
+    written = (tmp_path / "plan.txt").read_text()
+    assert written.startswith(f"{report}\n\n{steps}\n")
+    assert (
+        f"learning rate 0.003 at the first step, 0.003 at step {module.effective_warmup()}"
+        in written
+    )
 
 
 @pytest.fixture
