@@ -29,6 +29,7 @@ from dflash_lightning.callbacks import (
     WandbRun,
     check_writable,
     join_run,
+    open_wandb,
     run_folder,
     say,
 )
@@ -178,6 +179,7 @@ class DFlashCLI(LightningCLI):
         folder = run_folder(self.trainer)
         if self.trainer.is_global_zero:
             check_writable(folder)
+        open_wandb(self.trainer)
 
     def before_instantiate_classes(self) -> None:
         """Settle what depends on the hardware, so that the saved configuration says it."""

@@ -141,6 +141,8 @@ class DFlashModule(ResumableModule):
         if self._fresh:
             self._start_weights()
         self._fresh = False
+        if self.trainer.global_step == 0:
+            self._begin_run()
         ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         self.statistics = StepStatistics(self._data.plan.boundaries, **ranks)
 

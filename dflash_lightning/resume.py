@@ -41,13 +41,17 @@ class ResumableModule(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.progress = {"tokens_seen": 0, "skipped_steps": 0, "skips_in_a_row": 0, "restarts": 0}
         self.statistics: StepStatistics | None = None
+        self._fresh = True
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """Count from nothing: the module may have been trained in another run before."""
+        self.progress = {"tokens_seen": 0, "skipped_steps": 0, "skips_in_a_row": 0, "restarts": 0}
         self.changes: list[Change] = []
         self.resumed: Position | None = None
         self.resumed_step = 0
         self._kept_warmup: int | None = None
-        self._fresh = True
 
     @property
     def _data(self) -> DFlashDataModule:

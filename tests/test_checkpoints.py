@@ -85,7 +85,7 @@ def test_the_same_settings_are_no_change(mid_epoch: bool):
         ("data.seed", 1, "1", None),
         ("data.store", "xyz", "xyz", None),
         ("data.val_fraction", 0.1, "0.1", None),
-        # fixed: never
+        # fixed, always
         ("data.batching.boundaries", [0, 768, 1024], None, None),
     ],
 )

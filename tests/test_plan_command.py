@@ -87,6 +87,14 @@ def test_the_shipped_configurations_fit_with_a_margin(
     assert "give --lengths FILE.npy, or run `dflash-lightning prepare`" in " ".join(text.split())
 
 
+def test_the_27b_recipe_leaves_three_gigabytes_and_no_more(shown: Shown, tmp_path: Path) -> None:
+    file, free = tmp_path / "plan.json", []
+    for more in ((), ("--data.anchor_rate", 0.018)):
+        shown("--config", BIG, *more, "--json", file)
+        free.append(96 - numbers(file)["memory"]["peak_bytes"] / 1e9)
+    assert free[0] > 3 > free[1]
+
+
 def test_lengths_give_exact_steps_hours_and_mfu(
     shown: Shown, tmp_path: Path, lengths: Path
 ) -> None:

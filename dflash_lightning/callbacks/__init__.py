@@ -5,7 +5,7 @@ from dflash_lightning.callbacks.ledger import Ledger
 from dflash_lightning.callbacks.preflight import Preflight
 from dflash_lightning.callbacks.progress import TokenProgressBar
 from dflash_lightning.callbacks.report import RunReport, log_plan
-from dflash_lightning.callbacks.restart import WandbRun, join_run
+from dflash_lightning.callbacks.restart import WandbRun, join_run, open_wandb
 from dflash_lightning.callbacks.resume_points import ResumePoints, Stopped, check_writable
 from dflash_lightning.callbacks.run import parts, run_folder, say
 from dflash_lightning.callbacks.validation import ValidateAtBothEnds
@@ -23,6 +23,7 @@ __all__ = [
     "check_writable",
     "join_run",
     "log_plan",
+    "open_wandb",
     "parts",
     "run_folder",
     "say",

@@ -59,23 +59,8 @@ class WandbRun(Callback):
         self.folder = Path()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Open the run on rank 0; without a key or a network it is written to disk."""
+        """Ask where the run's files are; Lightning broadcasts the answer to all ranks."""
         self.folder = run_folder(trainer)
-        logger = wandb_logger(trainer)
-        if logger is None or not trainer.is_global_zero:
-            return
-        import wandb
-
-        if not logger._offline and not _has_key():
-            say("W&B: no API key, so the run is written to disk; upload it later with wandb sync")
-            logger._wandb_init["mode"] = "offline"
-        try:
-            _ = logger.experiment
-        except wandb.errors.Error as error:
-            reason = " ".join(str(error).split())[:200]
-            say(f"W&B could not be reached, so the run is written to disk: {reason}")
-            logger._wandb_init["mode"] = "offline"
-            _ = logger.experiment
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -92,7 +77,7 @@ class WandbRun(Callback):
         """Let no value be lost.
 
         W&B drops those whose own step does not rise: go on well above the steps used. And what a
-        killed process logged last was still in memory: log it again from the ledger.
+        killed process logged last was still in memory: log it again from the run's own files.
         """
         logger = wandb_logger(trainer)
         saved = checkpoint.get("wandb")
@@ -103,14 +88,19 @@ class WandbRun(Callback):
             return
         step, restarts = checkpoint["global_step"], checkpoint["dflash"]["progress"]["restarts"]
         first = max(run.step, saved["step"] + WANDB_MARGIN)
-        run.log({"restart": restarts + 1, "trainer/global_step": step}, first)
+        mark = {"restart": restarts + 1, "trainer/global_step": step}
+        run.log(mark, first, commit=True)  # else it would share a row with what comes next
         if checkpoint.get("stopped"):
             return  # W&B had the time to write everything
-        for row in last_rows(self.folder / "ledger.csv", WANDB_UNWRITTEN):
-            if row["restart"] == restarts and row["step"] < step:
-                values = {f"train/{name}": row[name] for name in ON_BOTH if name in row}
-                axes = {"trainer/global_step": int(row["step"]), "tokens_seen": row["tokens_seen"]}
-                run.log({**values, **axes, "epoch": row["epoch"]})
+        rows = last_rows(self.folder / "ledger.csv", WANDB_UNWRITTEN)
+        rows = [row for row in rows if row["restart"] == restarts and row["step"] < step]
+        for row in rows:
+            values = {f"train/{name}": row[name] for name in ON_BOTH if name in row}
+            axes = {"trainer/global_step": int(row["step"]), "tokens_seen": row["tokens_seen"]}
+            run.log({**values, **axes, "epoch": row["epoch"]})
+        if rows:
+            for values in validations(self.folder / "metrics.csv", int(rows[0]["step"]), step):
+                run.log(values)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say how to upload what was written to disk."""
@@ -119,6 +109,48 @@ class WandbRun(Callback):
             run: Any = logger.experiment
             if run.settings._offline:
                 say(f"W&B run {run.id} is on disk: wandb sync {Path(run.dir).parent}")
+
+
+def open_wandb(trainer: L.Trainer) -> None:
+    """Open the run on rank 0; without a key or a network it is written to disk.
+
+    Call it before ``trainer.fit``: Lightning opens every logger before any callback is asked.
+    """
+    logger = wandb_logger(trainer)
+    if logger is None or not trainer.is_global_zero:
+        return
+    import wandb
+
+    if not logger._offline and not _has_key():
+        say("W&B: no API key, so the run is written to disk; upload it later with wandb sync")
+        logger._wandb_init["mode"] = "offline"
+    try:
+        _ = logger.experiment
+    except wandb.errors.Error as error:
+        reason = " ".join(str(error).split())[:200]
+        say(f"W&B could not be reached, so the run is written to disk: {reason}")
+        logger._wandb_init["mode"] = "offline"
+        _ = logger.experiment
+
+
+def validations(path: Path, first: int, last: int) -> list[dict[str, float]]:
+    """What ``metrics.csv`` holds of validations, as W&B gets it; none where there is no file.
+
+    Args:
+        path: The file.
+        first: Optimizer steps done at the first one that is wanted.
+        last: At the last one.
+    """
+    if not path.is_file():
+        return []
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            step = row.get("step") or ""
+            if row.get("val/loss") and step.isdigit() and first <= int(step) <= last:
+                values = {k: float(v) for k, v in row.items() if k.startswith("val/") and v}
+                found.append({**values, "trainer/global_step": int(step)})
+    return found
 
 
 def wandb_logger(trainer: L.Trainer) -> WandbLogger | None:

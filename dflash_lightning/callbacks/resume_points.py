@@ -68,6 +68,8 @@ class ResumePoints(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a folder that cannot be written, while nothing is lost yet."""
         if stage == "fit":
+            self.signal = None
+            self._stopping = self._validation_cut = False
             folder = run_folder(trainer)
             check_writable(folder)
             self._folder = folder / "checkpoints"
@@ -157,6 +159,8 @@ class ResumePoints(Checkpoint):
         self._saved_at, self.saved_step = time.monotonic(), trainer.global_step
         new, last = self._folder / "next.ckpt", self._folder / "last.ckpt"
         self._folder.mkdir(parents=True, exist_ok=True)
+        for logger in trainer.loggers:
+            logger.save()  # what is logged up to here is not lost with the process
         left = new.stat().st_mtime_ns if new.exists() else None  # by a process that was killed
         trainer.save_checkpoint(new, weights_only=False)
         if not trainer.is_global_zero:
@@ -209,6 +213,8 @@ class ResumePoints(Checkpoint):
 
 def skipped_line(stats: dict[str, Any], rows: list[int]) -> str:
     """What to say of a skipped update: rows whose loss is not finite, else those of the step."""
+    if not stats["weight"]:
+        return f"step {stats['step']}: update skipped, nothing to learn in rows {few(rows)}"
     bad = stats["bad_rows"]
     which = f"the loss of rows {bad} is not finite" if bad else f"it is from rows {few(rows)}"
     return f"step {stats['step']}: update skipped, gradient norm {stats['grad_norm']:g}; {which}"

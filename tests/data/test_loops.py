@@ -19,7 +19,7 @@ def counts(ready: int, processed: int | None = None) -> dict[str, int]:
 
 
 def saved(*, epoch: int, batch: int, before: int, step: int) -> dict:
-    """A checkpoint that Lightning writes after ``batch`` batches of an epoch, ``before`` earlier."""
+    """What Lightning writes after ``batch`` batches of an epoch and ``before`` earlier ones."""
     begun = {"ready": epoch + 1, "completed": epoch, "started": epoch + 1, "processed": epoch}
     return {
         "global_step": step,

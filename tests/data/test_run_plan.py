@@ -1,7 +1,8 @@
-"""A run over its processes: every row once per epoch, and totals that say what will be delivered."""
+"""A run over its processes: every row once per epoch, and totals that say what will come."""
 
 import itertools
 import json
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_the_steps_foretold_at_the_start_of_a_process_are_those_that_it_delivers
     *_, process = chain(rows, [*links, (last, None)])
     started = process.step - sum(map(len, process.delivered.values()))
     assert process.run.num_steps(EPOCHS) == process.step
-    *earlier, fresh = chain(rows, [*links, (last, 0)])
+    *_, fresh = chain(rows, [*links, (last, 0)])
     assert fresh.step == started
     foretold = [fresh.run.num_steps(epochs) for epochs in range(EPOCHS + 1)]
     assert foretold[-1] == process.step
@@ -269,6 +270,47 @@ def test_an_epoch_with_fewer_steps_than_were_done_is_refused():
         run.resume(Position(epoch=0, segments=((2, 1, steps + 1),)), steps + 1)
     with pytest.raises(ValueError, match=rf"after_step must be an integer in 0\.\.{steps}, got"):
         SOME.run((3, 1)).resume(Position(epoch=0, segments=((2, 1, steps + 1),)), steps + 1)
+
+
+# -- boundaries ------------------------------------------------------------------------------------
+
+
+def kept(edges: tuple[int, ...], buckets: int) -> dict[str, object]:
+    """Settings of a checkpoint, as plain types."""
+    return {"data.batching.boundaries": list(edges), "data.batching.num_buckets": buckets}
+
+
+def test_edges_that_a_stopped_run_found_are_taken_for_the_whole_run():
+    found = replace(SMALL, num_buckets=3)
+    edges = (0, 9, 20, 42)
+    run = Rows(ROWS, found, 5).run((2, 1))
+    given_edges = Rows(ROWS, replace(found, boundaries=edges), 5).run((2, 1))
+    assert run.plan.boundaries != edges
+    assert steps_of(run.plan) != steps_of(given_edges.plan)
+    run.num_steps(EPOCHS)  # counts that hold no longer
+    run.keep_boundaries(kept(edges, 3))
+    assert run.plan.boundaries == edges
+    assert run.num_steps(EPOCHS) == given_edges.num_steps(EPOCHS)
+    for epoch in range(EPOCHS):
+        run.set_epoch(epoch, 0)
+        given_edges.set_epoch(epoch, 0)
+        assert steps_of(run.plan) == steps_of(given_edges.plan)
+
+
+@pytest.mark.parametrize("given_edges", [None, (0, 15, 42)])
+def test_edges_are_not_taken_where_the_configuration_asks_for_others(given_edges):
+    run = Rows(ROWS, replace(SMALL, num_buckets=2, boundaries=given_edges), 5).run((2, 1))
+    plan = run.plan
+    saved = kept((0, 9, 42), 2) if given_edges else kept((0, 9, 20, 42), 3)
+    run.keep_boundaries(saved)
+    assert run.plan is plan
+
+
+def test_a_plan_with_the_same_edges_is_not_made_again():
+    run = SOME.run((2, 1))
+    plan = run.plan
+    run.keep_boundaries(kept(plan.boundaries, SMALL.num_buckets))
+    assert run.plan is plan
 
 
 # -- positions -------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class Training:
         return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
 
     def restore(self, state: dict) -> None:
+        state = copy.deepcopy(state)  # an optimizer trains on in the tensors that it is given
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
