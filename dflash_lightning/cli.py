@@ -176,6 +176,7 @@ class DFlashCLI(LightningCLI):
                     "of something else. Give another, or auto for the newest whole one."
                 )
             join_run(self.trainer, found, self.checkpoint)
+            self.model.starts_fresh = False
         folder = run_folder(self.trainer)
         if self.trainer.is_global_zero:
             check_writable(folder)
@@ -223,7 +224,7 @@ TRAINER_DEFAULTS = {
 def newest_checkpoint(trainer: Any) -> Path | None:
     """The checkpoint to go on from, by a trainer's configuration; None where a new run starts."""
     root, version = run_root(trainer), run_version(trainer)
-    folders = root.glob("[!.]*") if version is None else [root / version]
+    folders = [root, *root.glob("[!.]*")] if version is None else [root / version]
     newest, broken = newest_complete(folders)
     for path in broken:
         say(f"passed over {path}: it is not complete, or holds weights only")
@@ -234,9 +235,12 @@ def newest_checkpoint(trainer: Any) -> Path | None:
 def run_root(trainer: Any) -> Path:
     """The folder of run folders that a trainer's configuration names."""
     given = csv_logger(trainer)
-    if given is None:
-        return Path(trainer["default_root_dir"] or ".")
-    return Path(given["save_dir"]) / (given.get("name") or "")
+    if given is not None:
+        return Path(given["save_dir"]) / (given.get("name") or "")
+    first = first_logger(trainer)
+    return Path(
+        (first and first["init_args"].get("save_dir")) or trainer["default_root_dir"] or "."
+    )
 
 
 def run_version(trainer: Any) -> str | None:
@@ -247,11 +251,15 @@ def run_version(trainer: Any) -> str | None:
 
 def csv_logger(trainer: Any) -> Any:
     """Arguments of the logger that decides the run folder; None without one."""
+    logger = first_logger(trainer)
+    return logger["init_args"] if logger and logger["class_path"].endswith("CSVLogger") else None
+
+
+def first_logger(trainer: Any) -> Any:
+    """The logger that decides where a run's files are; None without one."""
     loggers = trainer["logger"]
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        if logger and logger is not True and logger["class_path"].endswith("CSVLogger"):
-            return logger["init_args"]
-    return None
+    first = next(iter(loggers), None) if isinstance(loggers, list) else loggers
+    return None if isinstance(first, bool) else first
 
 
 def default_precision(accelerator: str) -> str:

@@ -119,11 +119,8 @@ class DFlashModule(ResumableModule):
         self.head = ChunkedHead()
         self.val_metrics = BlockMetrics(spec.block_size)
         self.step_stats: dict[str, Any] = {}
-        self.extra = {
-            "wait_seconds": 0.0,
-            "stop": 0.0,
-            "save": 0.0,
-        }  # of this rank; summed with the statistics
+        # of this rank; summed over ranks with the statistics
+        self.extra = dict.fromkeys(("wait_seconds", "stop", "requeue", "save"), 0.0)
         init_random(self.drafter, seed)
 
     # -- before the first step ------------------------------------------------------------------
@@ -138,9 +135,9 @@ class DFlashModule(ResumableModule):
                 "trainer.precision must not be 16-mixed: sums of losses overflow. Use "
                 "bf16-mixed or 32-true."
             )
-        if self._fresh:
+        if self.starts_fresh:
             self._start_weights()
-        self._fresh = False
+        self.starts_fresh = False
         if self.trainer.global_step == 0:
             self._begin_run()
         ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
@@ -224,6 +221,7 @@ class DFlashModule(ResumableModule):
             "restart": self.progress["restarts"],
             "wait_seconds": summed["wait_seconds"] / self.trainer.world_size,
             "stop": bool(summed["stop"]),
+            "requeue": bool(summed["requeue"]),
             "save": bool(summed["save"]),
         }
 

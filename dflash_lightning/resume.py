@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning as L
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_lightning.checkpoints import (
@@ -42,7 +43,7 @@ class ResumableModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.statistics: StepStatistics | None = None
-        self._fresh = True
+        self.starts_fresh = True
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -125,7 +126,7 @@ class ResumableModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint is of this drafter and target; under ``fit``, go on from it."""
-        self._fresh = False
+        self.starts_fresh = False
         found = record_of(checkpoint)
         check_drafter(found, self.drafter.spec.to_dict())
         if self.target.is_loaded and found["target_fingerprint"] != self.target.fingerprint:
@@ -159,9 +160,8 @@ class ResumableModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """After a restart the optimizer's state brought old rates back: give it the settings."""
-        optimizer: Any = self.trainer.optimizers[0]
-        if optimizer is not getattr(optimizer, "optim", optimizer):
-            optimizer.state.clear()  # a restored shard is held twice: here and in the inner one
+        self._check_ranks_agree()
+        optimizer = self.trainer.optimizers[0]
         if self.progress["restarts"]:
             set_rates(
                 optimizer,
@@ -169,4 +169,22 @@ class ResumableModule(L.LightningModule):
                 lr=self.lr,
                 betas=self.betas,
                 weight_decay=self.weight_decay,
+            )
+
+    def _check_ranks_agree(self) -> None:
+        """Refuse ranks that go on from different files: DDP would align nothing but weights.
+
+        Raises:
+            ValueError: They stand at different places.
+        """
+        run, reduce = self._data.run_plan, self.trainer.strategy.reduce
+        own = [self.trainer.global_step, run.epoch, run.first_step, self.progress["restarts"]]
+        low, high = (
+            reduce(torch.tensor(own, device=self.device), reduce_op=op).tolist()
+            for op in ("min", "max")
+        )
+        if low != high:
+            raise ValueError(
+                "ckpt_path must be the same file on all ranks; they are at optimizer steps "
+                f"{low[0]} to {high[0]}. Give the file by name, on a disk that all nodes see."
             )

@@ -1,6 +1,7 @@
 """Checkpoint files that are whole or not there."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     aloud and ends nothing: ranks that wait for the writer would hang.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -30,9 +35,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
+            self.failed = False
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            part.unlink(missing_ok=True)
+            self.failed = True
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             say(f"NOT SAVED {path}: {error}")
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a file that a new one has replaced, if that one is there."""
+        if not self.failed:
+            super().remove_checkpoint(path)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = True

@@ -201,7 +201,7 @@ def last_rows(path: Path, count: int) -> list[dict[str, float]]:
     with path.open(newline="") as file:
         names: list[str] = []
         rows: deque[list[str]] = deque(maxlen=count)
-        for cells in csv.reader(line for line in file if not line.startswith("#")):
+        for cells in csv.reader(x for x in file if not x.startswith("#") and x.endswith("\n")):
             names = names or cells
             rows.append(cells)
     whole = [cells for cells in rows if len(cells) == len(names) and cells != names]

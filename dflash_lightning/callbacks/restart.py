@@ -42,10 +42,11 @@ def join_run(trainer: L.Trainer, checkpoint: Mapping[str, Any], path: Path) -> N
 def _append_to_metrics(logger: CSVLogger) -> None:
     """Open ``metrics.csv`` for more rows; Lightning would delete what is there."""
     path = Path(logger.log_dir) / "metrics.csv"
-    if not path.is_file():
-        return
     aside = path.with_name("metrics.csv.part")
-    path.replace(aside)
+    if path.is_file():
+        path.replace(aside)
+    if not aside.is_file():
+        return
     writer: Any = logger.experiment
     aside.replace(path)
     with path.open(newline="") as file:

@@ -1,14 +1,16 @@
 """Checkpoints to go on from: at intervals, at a stop signal, after too many skipped updates."""
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import lightning as L
 import torch
@@ -54,10 +56,13 @@ class ResumePoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
         self.signal: int | None = None
+        self.requeue = False
         self.saved_step = -1
         self._saved_at = 0.0
         self._stopping = self._validation_cut = False
         self._folder = Path()
+        self._lock: TextIO | None = None
+        self._before: Any = signal.SIG_DFL
 
     def __str__(self) -> str:
         minutes = "" if self.every_minutes is None else f" or {self.every_minutes:g} minutes"
@@ -68,11 +73,53 @@ class ResumePoints(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a folder that cannot be written, while nothing is lost yet."""
         if stage == "fit":
-            self.signal = None
+            self.signal, self.requeue = None, False
             self._stopping = self._validation_cut = False
+            # A large target takes long to load.
+            self._before = signal.signal(signal.SIGUSR1, self._note)
             folder = run_folder(trainer)
             check_writable(folder)
+            self._lock_run(trainer, folder)
             self._folder = folder / "checkpoints"
+
+    def _lock_run(self, trainer: L.Trainer, folder: Path) -> None:
+        """Keep a second fit out of the run folder for as long as this process lives.
+
+        Raises:
+            ValueError: Another fit is at work there; on all ranks.
+        """
+        taken = False
+        if trainer.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                taken = True
+            except OSError:  # a disk without locks keeps nobody out
+                pass
+        if trainer.strategy.broadcast(taken):
+            raise ValueError(
+                f"run folder {folder} must belong to one fit at a time; another one is writing "
+                "there. Stop it first, or start a new run without ckpt_path."
+            )
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Let another fit into the run folder, and give the first signal back."""
+        if stage == "fit":
+            # Lightning gives back what it found, and for this one it found ours: before this hook
+            # at a good end, and after it at any other.
+            signal.signal(signal.SIGUSR1, self._before)
+            trainer._signal_connector._original_handlers[signal.SIGUSR1] = self._before
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """The same where the run ends early."""
+        self.teardown(trainer, pl_module, str(trainer.state.fn and trainer.state.fn.value))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over the signals; Lightning registered its own handlers before."""
@@ -97,13 +144,14 @@ class ResumePoints(Checkpoint):
     def _note(self, number: int, _frame: FrameType | None) -> None:
         """Only remember the signal: ranks may be anywhere, and must stop at the same step."""
         self.signal = number
+        self.requeue = self.requeue or number == signal.SIGUSR1
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
         """Let wish and clock of each rank ride on the reduction of the step's statistics."""
         extra = parts(trainer)[0].extra
-        extra["stop"] = float(self.signal is not None)
+        extra["stop"], extra["requeue"] = float(self.signal is not None), float(self.requeue)
         late = self.every_minutes is not None and (
             time.monotonic() - self._saved_at > 60 * self.every_minutes
         )
@@ -127,6 +175,7 @@ class ResumePoints(Checkpoint):
         if module.progress["skips_in_a_row"] >= module.max_skipped_steps:
             self.stop(trainer, f"{module.max_skipped_steps} updates in a row were not finite", 1)
         if stats["stop"]:
+            self.requeue = stats["requeue"]
             self.stop(trainer, "a signal asked for it", STOPPED)
         if step % self.every_n_steps == 0 or stats["save"]:
             self.save(trainer)
@@ -137,9 +186,10 @@ class ResumePoints(Checkpoint):
         """Stop within a validation too, which may take longer than a scheduler waits."""
         if trainer.state.fn != "fit":
             return
-        asked = torch.tensor(float(self.signal is not None), device=pl_module.device)
-        if trainer.strategy.reduce(asked, reduce_op="sum").item():
-            self._validation_cut = True
+        wishes = torch.tensor([self.signal is not None, self.requeue], device=pl_module.device)
+        stop, requeue = trainer.strategy.reduce(wishes.float(), reduce_op="sum").tolist()
+        if stop:
+            self._validation_cut, self.requeue = True, bool(requeue)
             self.stop(trainer, "a signal asked for it", STOPPED)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -156,23 +206,30 @@ class ResumePoints(Checkpoint):
             Whether the file is there. A disk that fails is said aloud and ends nothing: the files
             from before are still whole.
         """
-        self._saved_at, self.saved_step = time.monotonic(), trainer.global_step
-        new, last = self._folder / "next.ckpt", self._folder / "last.ckpt"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._saved_at = time.monotonic()
+        new = self._folder / "next.ckpt"
+        if trainer.is_global_zero:
+            with suppress(OSError):  # what a killed process left must not be taken for the new file
+                new.unlink(missing_ok=True)
         for logger in trainer.loggers:
             logger.save()  # what is logged up to here is not lost with the process
-        left = new.stat().st_mtime_ns if new.exists() else None  # by a process that was killed
         trainer.save_checkpoint(new, weights_only=False)
-        if not trainer.is_global_zero:
-            return True
-        if not new.exists() or new.stat().st_mtime_ns == left:
-            return False  # said by the writer
+        saved = trainer.strategy.broadcast(trainer.is_global_zero and self._rotate(new))
+        if saved:
+            self.saved_step = trainer.global_step
+        return saved
+
+    def _rotate(self, new: Path) -> bool:
+        """Give the new file its name; False where the disk refuses."""
+        last = self._folder / "last.ckpt"
         try:
+            if not new.exists():
+                return False  # said by the writer
             if last.exists():
                 last.replace(self._folder / "previous.ckpt")
             new.replace(last)
         except OSError as error:
-            say(f"NOT SAVED at step {trainer.global_step}: {error}. Free or mount {self._folder}.")
+            say(f"NOT SAVED {last}: {error}. Free or mount its disk.")
             return False
         return True
 
@@ -201,7 +258,7 @@ class ResumePoints(Checkpoint):
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.mark_preempting()
         where = self._folder / "last.ckpt"
-        if self.signal == signal.SIGUSR1 and trainer.is_global_zero and saved:
+        if self.requeue and trainer.is_global_zero and saved:
             requeue()
         go_on = "; go on with --ckpt_path auto" if code == STOPPED else ""
         done = f"stopped after step {trainer.global_step}, as {why}"

@@ -1,5 +1,7 @@
 """The data module: opens the store, plans every epoch, and reshuffles within the length buckets."""
 
+import atexit
+import multiprocessing
 import signal
 import warnings
 from dataclasses import asdict, replace
@@ -294,6 +296,15 @@ class TrainsDrafter(Protocol):
 
     target: HFTarget
     drafter: Drafter
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End workers that are left: Python would wait for ever, since they ignore its signal."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would call it a failure
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _ignore_signals(_worker: int) -> None:

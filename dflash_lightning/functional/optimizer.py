@@ -1,9 +1,22 @@
 """AdamW with decay on matrices only, whole or sharded over ranks."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+
+class ShardedOptimizer(ZeroRedundancyOptimizer):
+    """Holds a restored shard once: the base class keeps it in its own state as well."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore this rank's moments; AdamW's step counts go to the CPU, where they are read."""
+        super().load_state_dict(state_dict)
+        self.state.clear()
+        for state in self.optim.state.values():
+            state["step"] = state["step"].cpu()
 
 
 def make_optimizer(
@@ -31,7 +44,7 @@ def make_optimizer(
         {"params": vectors, "weight_decay": 0.0},
     ]
     if shard:
-        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=lr, betas=betas)
+        return ShardedOptimizer(groups, torch.optim.AdamW, lr=lr, betas=betas)
     return torch.optim.AdamW(groups, lr=lr, betas=betas)
 
 
