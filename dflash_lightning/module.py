@@ -240,9 +240,10 @@ class DFlashModule(ResumableModule):
         norm = torch.nn.utils.clip_grad_norm_(
             self.drafter.parameters(), gradient_clip_val or math.inf
         ).item()
-        skip = not math.isfinite(norm) or self.step_stats["weight"] == 0
+        bad = not math.isfinite(norm)
+        skip = bad or self.step_stats["weight"] == 0  # without labels there is nothing to learn
         self.progress["skipped_steps"] += skip
-        self.progress["skips_in_a_row"] = self.progress["skips_in_a_row"] + 1 if skip else 0
+        self.progress["skips_in_a_row"] = self.progress["skips_in_a_row"] + 1 if bad else 0
         self.step_stats |= {"grad_norm": norm, "skipped": int(skip)}
         self._log_step()
         if skip:

@@ -6,8 +6,9 @@ from dflash_lightning.callbacks.preflight import Preflight
 from dflash_lightning.callbacks.progress import TokenProgressBar
 from dflash_lightning.callbacks.report import RunReport, log_plan
 from dflash_lightning.callbacks.restart import WandbRun, join_run, open_wandb
-from dflash_lightning.callbacks.resume_points import ResumePoints, Stopped, check_writable
+from dflash_lightning.callbacks.resume_points import ResumePoints, Stopped
 from dflash_lightning.callbacks.run import parts, run_folder, say
+from dflash_lightning.callbacks.run_lock import check_writable
 from dflash_lightning.callbacks.validation import ValidateAtBothEnds
 
 __all__ = [

@@ -1,16 +1,9 @@
 """Checkpoints to go on from: at intervals, at a stop signal, after too many skipped updates."""
 
-import fcntl
-import os
-import shutil
-import signal
-import subprocess
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,9 +11,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from dflash_lightning.callbacks.run import parts, run_folder, say
+from dflash_lightning.callbacks.run_lock import RunLock, check_writable
+from dflash_lightning.callbacks.stop_signals import StopSignals, requeue_job
 
 STOPPED = 75  # "try again later" (sysexits.h): stopped with a checkpoint to go on from
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
@@ -55,14 +49,12 @@ class ResumePoints(Checkpoint):
             )
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
-        self.signal: int | None = None
-        self.requeue = False
+        self.signals = StopSignals()
         self.saved_step = -1
         self._saved_at = 0.0
         self._stopping = self._validation_cut = False
         self._folder = Path()
-        self._lock: TextIO | None = None
-        self._before: Any = signal.SIG_DFL
+        self._lock = RunLock()
 
     def __str__(self) -> str:
         minutes = "" if self.every_minutes is None else f" or {self.every_minutes:g} minutes"
@@ -73,47 +65,18 @@ class ResumePoints(Checkpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a folder that cannot be written, while nothing is lost yet."""
         if stage == "fit":
-            self.signal, self.requeue = None, False
             self._stopping = self._validation_cut = False
-            # A large target takes long to load.
-            self._before = signal.signal(signal.SIGUSR1, self._note)
+            self.signals.expect()
             folder = run_folder(trainer)
             check_writable(folder)
-            self._lock_run(trainer, folder)
+            self._lock.take(trainer, folder)
             self._folder = folder / "checkpoints"
 
-    def _lock_run(self, trainer: L.Trainer, folder: Path) -> None:
-        """Keep a second fit out of the run folder for as long as this process lives.
-
-        Raises:
-            ValueError: Another fit is at work there; on all ranks.
-        """
-        taken = False
-        if trainer.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / ".lock").open("w")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                taken = True
-            except OSError:  # a disk without locks keeps nobody out
-                pass
-        if trainer.strategy.broadcast(taken):
-            raise ValueError(
-                f"run folder {folder} must belong to one fit at a time; another one is writing "
-                "there. Stop it first, or start a new run without ckpt_path."
-            )
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Let another fit into the run folder, and give the first signal back."""
+        """Give back signals and folder."""
         if stage == "fit":
-            # Lightning gives back what it found, and for this one it found ours: before this hook
-            # at a good end, and after it at any other.
-            signal.signal(signal.SIGUSR1, self._before)
-            trainer._signal_connector._original_handlers[signal.SIGUSR1] = self._before
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+            self.signals.give_back(trainer)
+        self._lock.release()
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -125,33 +88,19 @@ class ResumePoints(Checkpoint):
         """Take over the signals; Lightning registered its own handlers before."""
         self._saved_at = time.monotonic()
         self.saved_step = trainer.global_step
-        self._take_over(trainer)
+        self.signals.take_over(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The validation before the first step comes before this class is told of the start."""
         if trainer.state.fn == "fit":
-            self._take_over(trainer)
-
-    def _take_over(self, trainer: L.Trainer) -> None:
-        """Remember signals; a SIGTERM that Lightning has noted before is one to us, too."""
-        early: Any = trainer._signal_connector
-        if early.received_sigterm:
-            early.received_sigterm = False
-            self.signal = signal.SIGTERM
-        for name in SIGNALS:
-            signal.signal(name, self._note)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        """Only remember the signal: ranks may be anywhere, and must stop at the same step."""
-        self.signal = number
-        self.requeue = self.requeue or number == signal.SIGUSR1
+            self.signals.take_over(trainer)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
         """Let wish and clock of each rank ride on the reduction of the step's statistics."""
         extra = parts(trainer)[0].extra
-        extra["stop"], extra["requeue"] = float(self.signal is not None), float(self.requeue)
+        extra["stop"], extra["requeue"] = float(self.signals.asked), float(self.signals.requeue)
         late = self.every_minutes is not None and (
             time.monotonic() - self._saved_at > 60 * self.every_minutes
         )
@@ -175,7 +124,7 @@ class ResumePoints(Checkpoint):
         if module.progress["skips_in_a_row"] >= module.max_skipped_steps:
             self.stop(trainer, f"{module.max_skipped_steps} updates in a row were not finite", 1)
         if stats["stop"]:
-            self.requeue = stats["requeue"]
+            self.signals.requeue = stats["requeue"]
             self.stop(trainer, "a signal asked for it", STOPPED)
         if step % self.every_n_steps == 0 or stats["save"]:
             self.save(trainer)
@@ -186,10 +135,10 @@ class ResumePoints(Checkpoint):
         """Stop within a validation too, which may take longer than a scheduler waits."""
         if trainer.state.fn != "fit":
             return
-        wishes = torch.tensor([self.signal is not None, self.requeue], device=pl_module.device)
+        wishes = torch.tensor([self.signals.asked, self.signals.requeue], device=pl_module.device)
         stop, requeue = trainer.strategy.reduce(wishes.float(), reduce_op="sum").tolist()
         if stop:
-            self._validation_cut, self.requeue = True, bool(requeue)
+            self._validation_cut, self.signals.requeue = True, bool(requeue)
             self.stop(trainer, "a signal asked for it", STOPPED)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -246,8 +195,7 @@ class ResumePoints(Checkpoint):
         Raises:
             Stopped: Always.
         """
-        for name in SIGNALS:
-            signal.signal(name, signal.SIG_IGN)
+        self.signals.ignore()
         self._stopping = True
         saved = self.save(trainer)
         if not self._validation_cut:
@@ -258,8 +206,8 @@ class ResumePoints(Checkpoint):
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.mark_preempting()
         where = self._folder / "last.ckpt"
-        if self.requeue and trainer.is_global_zero and saved:
-            requeue()
+        if self.signals.requeue and trainer.is_global_zero and saved:
+            requeue_job()
         go_on = "; go on with --ckpt_path auto" if code == STOPPED else ""
         done = f"stopped after step {trainer.global_step}, as {why}"
         line = f"{done}; saved {where}{go_on}"
@@ -281,32 +229,3 @@ def few(rows: list[int], most: int = 12) -> str:
     """The first of some rows, and how many more there are."""
     more = f" and {len(rows) - most} more" if len(rows) > most else ""
     return f"{rows[:most]}{more}"
-
-
-def requeue() -> None:
-    """Ask Slurm to start this job again, where it is one."""
-    job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
-    if job and scontrol:
-        done = subprocess.run(
-            [scontrol, "requeue", job], capture_output=True, text=True, check=False
-        )
-        say(f"requeued job {job}" if done.returncode == 0 else f"not requeued: {done.stderr}")
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be written, or made; nothing is left there.
-
-    Raises:
-        ValueError: Nothing can be written there.
-    """
-    there = next(
-        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
-    )
-    try:
-        with tempfile.TemporaryFile(dir=there) as probe:
-            probe.write(b"checkpoints come here")
-    except OSError as error:
-        raise ValueError(
-            f"run folder {folder} must be writable, got: {error.strerror} at {there}. Give another "
-            "place as save_dir of the logger, or change its permissions."
-        ) from error
