@@ -42,6 +42,7 @@ class RecordRows(Callback):
             "micro": batch_idx % trainer.accumulate_grad_batches,
             "restart": pl_module.progress["restarts"],
             "rows": batch.rows.tolist(),
+            "width": batch.input_ids.shape[1],
             "anchors": anchors,
         }
         self.file.write(json.dumps(line) + "\n")

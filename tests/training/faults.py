@@ -66,6 +66,9 @@ class FullDisk(Callback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, self.before[1]))
 
     def on_exception(self, trainer, pl_module, exception) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer, pl_module, stage) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
