@@ -84,20 +84,15 @@ class DFlashModule(ResumableModule):
         max_skipped_steps: int = 10,
     ) -> None:
         super().__init__()
-        if lr <= 0 or not 0 <= warmup_ratio < 1 or (warmup_steps or 0) < 0:
-            raise ValueError(
-                "lr must be positive, warmup_ratio in [0, 1) and warmup_steps not negative, "
-                f"got {lr}, {warmup_ratio} and {warmup_steps}."
-            )
-        if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or weight_decay < 0:
-            raise ValueError(
-                "loss_decay_gamma must be positive and weight_decay not negative, "
-                f"got {loss_decay_gamma} and {weight_decay}."
-            )
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and below 1, got {betas}.")
-        if max_skipped_steps < 1:
-            raise ValueError(f"max_skipped_steps must be at least 1, got {max_skipped_steps}.")
+        check_dials(
+            lr=lr,
+            warmup_ratio=warmup_ratio,
+            warmup_steps=warmup_steps,
+            loss_decay_gamma=loss_decay_gamma,
+            weight_decay=weight_decay,
+            betas=betas,
+            max_skipped_steps=max_skipped_steps,
+        )
         self.target = target
         self.drafter = Drafter(
             drafter.for_target(target.config), checkpoint_layers=activation_checkpointing
@@ -309,3 +304,34 @@ class DFlashModule(ResumableModule):
         self._schedule = LambdaLR(optimizer, factor)
         per_step = {"scheduler": self._schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": per_step}
+
+
+def check_dials(
+    *,
+    lr: float,
+    warmup_ratio: float,
+    warmup_steps: int | None,
+    loss_decay_gamma: float | None,
+    weight_decay: float,
+    betas: tuple[float, float],
+    max_skipped_steps: int,
+) -> None:
+    """Refuse settings that mean nothing.
+
+    Raises:
+        ValueError: One of them is outside its range.
+    """
+    if lr <= 0 or not 0 <= warmup_ratio < 1 or (warmup_steps or 0) < 0:
+        raise ValueError(
+            "lr must be positive, warmup_ratio in [0, 1) and warmup_steps not negative, "
+            f"got {lr}, {warmup_ratio} and {warmup_steps}."
+        )
+    if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or weight_decay < 0:
+        raise ValueError(
+            "loss_decay_gamma must be positive and weight_decay not negative, "
+            f"got {loss_decay_gamma} and {weight_decay}."
+        )
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be at least 0 and below 1, got {betas}.")
+    if max_skipped_steps < 1:
+        raise ValueError(f"max_skipped_steps must be at least 1, got {max_skipped_steps}.")
