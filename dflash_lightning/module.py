@@ -15,7 +15,7 @@ from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
 from dflash_lightning.functional.anchors import block_ids
 from dflash_lightning.functional.objective import ChunkedHead, decay_gamma, position_weights
-from dflash_lightning.functional.optimizer import make_optimizer
+from dflash_lightning.functional.optimizer import check_rates, make_optimizer
 from dflash_lightning.functional.schedule import Schedule, schedule_factor
 from dflash_lightning.functional.step_statistics import StepStatistics
 from dflash_lightning.metrics import BlockMetrics
@@ -84,15 +84,12 @@ class DFlashModule(ResumableModule):
         max_skipped_steps: int = 10,
     ) -> None:
         super().__init__()
-        check_dials(
-            lr=lr,
-            warmup_ratio=warmup_ratio,
-            warmup_steps=warmup_steps,
-            loss_decay_gamma=loss_decay_gamma,
-            weight_decay=weight_decay,
-            betas=betas,
-            max_skipped_steps=max_skipped_steps,
-        )
+        check_rates(lr, warmup_ratio, warmup_steps, weight_decay, betas)
+        if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or max_skipped_steps < 1:
+            raise ValueError(
+                "loss_decay_gamma must be positive and max_skipped_steps at least 1, "
+                f"got {loss_decay_gamma} and {max_skipped_steps}."
+            )
         self.target = target
         self.drafter = Drafter(
             drafter.for_target(target.config), checkpoint_layers=activation_checkpointing
@@ -304,34 +301,3 @@ class DFlashModule(ResumableModule):
         self._schedule = LambdaLR(optimizer, factor)
         per_step = {"scheduler": self._schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": per_step}
-
-
-def check_dials(
-    *,
-    lr: float,
-    warmup_ratio: float,
-    warmup_steps: int | None,
-    loss_decay_gamma: float | None,
-    weight_decay: float,
-    betas: tuple[float, float],
-    max_skipped_steps: int,
-) -> None:
-    """Refuse settings that mean nothing.
-
-    Raises:
-        ValueError: One of them is outside its range.
-    """
-    if lr <= 0 or not 0 <= warmup_ratio < 1 or (warmup_steps or 0) < 0:
-        raise ValueError(
-            "lr must be positive, warmup_ratio in [0, 1) and warmup_steps not negative, "
-            f"got {lr}, {warmup_ratio} and {warmup_steps}."
-        )
-    if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or weight_decay < 0:
-        raise ValueError(
-            "loss_decay_gamma must be positive and weight_decay not negative, "
-            f"got {loss_decay_gamma} and {weight_decay}."
-        )
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be at least 0 and below 1, got {betas}.")
-    if max_skipped_steps < 1:
-        raise ValueError(f"max_skipped_steps must be at least 1, got {max_skipped_steps}.")

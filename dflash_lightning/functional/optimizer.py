@@ -19,6 +19,29 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             state["step"] = state["step"].cpu()
 
 
+def check_rates(
+    lr: float,
+    warmup_ratio: float,
+    warmup_steps: int | None,
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> None:
+    """Refuse rates that mean nothing.
+
+    Raises:
+        ValueError: One of them is outside its range.
+    """
+    if lr <= 0 or not 0 <= warmup_ratio < 1 or (warmup_steps or 0) < 0:
+        raise ValueError(
+            "lr must be positive, warmup_ratio in [0, 1) and warmup_steps not negative, "
+            f"got {lr}, {warmup_ratio} and {warmup_steps}."
+        )
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay must not be negative, got {weight_decay}.")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be at least 0 and below 1, got {betas}.")
+
+
 def make_optimizer(
     model: nn.Module,
     *,

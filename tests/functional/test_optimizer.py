@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dflash_lightning.functional.optimizer import make_optimizer, set_rates
+from dflash_lightning.functional.optimizer import check_rates, make_optimizer, set_rates
 from dflash_lightning.functional.schedule import schedule_factor
 
 DIALS = {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.01}
@@ -176,3 +176,26 @@ def test_the_state_of_a_sharded_optimizer_goes_on_in_either(alone: None) -> None
         set_rates(resumed.optimizer, resumed.schedule, **DIALS)
         resumed.train(3)
         assert equal(resumed.weights(), sharded.weights())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", 0.0),
+        ("warmup_ratio", 1.0),
+        ("warmup_steps", -1),
+        ("weight_decay", -1e-9),
+        ("betas", (1.0, 0.95)),
+    ],
+)
+def test_rates_that_mean_nothing_are_refused_by_name(name: str, value: object) -> None:
+    good = {
+        "lr": 6e-4,
+        "warmup_ratio": 0.04,
+        "warmup_steps": None,
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.95),
+    }
+    check_rates(**good)
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        check_rates(**{**good, name: value})

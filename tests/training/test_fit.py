@@ -296,7 +296,14 @@ def test_epochs_of_different_length_lose_neither_rows_nor_validations(
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("lr", 0.0), ("warmup_ratio", 1.0), ("loss_decay_gamma", 0.0), ("betas", (0.9, 1.0))],
+    [
+        ("lr", 0.0),
+        ("warmup_ratio", 1.0),
+        ("loss_decay_gamma", 0.0),
+        ("betas", (0.9, 1.0)),
+        ("weight_decay", -0.1),
+        ("max_skipped_steps", 0),
+    ],
 )
 def test_settings_outside_their_range_are_refused(
     target_folder: Path, setting: str, value: object
