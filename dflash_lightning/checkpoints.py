@@ -145,6 +145,39 @@ def check_resumable(checkpoint: Mapping[str, Any]) -> None:
         )
 
 
+# -- where runs are -------------------------------------------------------------------------------
+
+
+def run_root(trainer: Any) -> Path:
+    """The folder of run folders that a trainer's configuration names."""
+    given = csv_logger(trainer)
+    if given is not None:
+        return Path(given["save_dir"]) / (given.get("name") or "")
+    first = first_logger(trainer)
+    return Path(
+        (first and first["init_args"].get("save_dir")) or trainer["default_root_dir"] or "."
+    )
+
+
+def run_version(trainer: Any) -> str | None:
+    """The run folder that it names, if it names one."""
+    version = (csv_logger(trainer) or {}).get("version")
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def csv_logger(trainer: Any) -> Any:
+    """Arguments of the logger that decides the run folder; None without one."""
+    logger = first_logger(trainer)
+    return logger["init_args"] if logger and logger["class_path"].endswith("CSVLogger") else None
+
+
+def first_logger(trainer: Any) -> Any:
+    """The logger that decides where a run's files are; None without one."""
+    loggers = trainer["logger"]
+    first = next(iter(loggers), None) if isinstance(loggers, list) else loggers
+    return None if isinstance(first, bool) else first
+
+
 # -- whether it fits -------------------------------------------------------------------------------
 
 

@@ -33,7 +33,13 @@ from dflash_lightning.callbacks import (
     run_folder,
     say,
 )
-from dflash_lightning.checkpoints import newest_complete, read_checkpoint
+from dflash_lightning.checkpoints import (
+    first_logger,
+    newest_complete,
+    read_checkpoint,
+    run_root,
+    run_version,
+)
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.module import DFlashModule
 from dflash_lightning.target import compute_dtype
@@ -178,6 +184,12 @@ class DFlashCLI(LightningCLI):
             join_run(self.trainer, found, self.checkpoint)
             self.model.starts_fresh = False
         folder = run_folder(self.trainer)
+        if self.checkpoint is None and (folder / "checkpoints" / "last.ckpt").exists():
+            raise ValueError(
+                f"run folder {folder} must be new, or the run in it be continued; it holds another "
+                "run's checkpoints. Give --ckpt_path auto to go on with that, or make a CSVLogger "
+                "the first logger, which numbers its folders."
+            )
         if self.trainer.is_global_zero:
             check_writable(folder)
         open_wandb(self.trainer)
@@ -186,6 +198,8 @@ class DFlashCLI(LightningCLI):
         """Settle what depends on the hardware, so that the saved configuration says it."""
         config: Any = self.config
         trainer = self._get(config, "trainer")
+        if self._get(config, "rehearse"):
+            raise ValueError("rehearse must be given as --rehearse on the command line.")
         refuse_sharded_strategy(trainer["strategy"])
         if trainer["precision"] is None:
             trainer["precision"] = default_precision(str(trainer["accelerator"]))
@@ -223,6 +237,13 @@ TRAINER_DEFAULTS = {
 
 def newest_checkpoint(trainer: Any) -> Path | None:
     """The checkpoint to go on from, by a trainer's configuration; None where a new run starts."""
+    kind = str((first_logger(trainer) or {}).get("class_path", ""))
+    tells = trainer["logger"] is False or kind.endswith(("CSVLogger", "WandbLogger"))
+    if not tells:
+        raise ValueError(
+            f"ckpt_path auto must know where runs are; {kind or 'logger: true'} does not tell. "
+            "Make a CSVLogger the first logger, or give the file."
+        )
     root, version = run_root(trainer), run_version(trainer)
     folders = [root, *root.glob("[!.]*")] if version is None else [root / version]
     newest, broken = newest_complete(folders)
@@ -230,36 +251,6 @@ def newest_checkpoint(trainer: Any) -> Path | None:
         say(f"passed over {path}: it is not complete, or holds weights only")
     say(f"no checkpoint in {root}: a new run" if newest is None else f"going on from {newest}")
     return newest
-
-
-def run_root(trainer: Any) -> Path:
-    """The folder of run folders that a trainer's configuration names."""
-    given = csv_logger(trainer)
-    if given is not None:
-        return Path(given["save_dir"]) / (given.get("name") or "")
-    first = first_logger(trainer)
-    return Path(
-        (first and first["init_args"].get("save_dir")) or trainer["default_root_dir"] or "."
-    )
-
-
-def run_version(trainer: Any) -> str | None:
-    """The run folder that it names, if it names one."""
-    version = (csv_logger(trainer) or {}).get("version")
-    return f"version_{version}" if isinstance(version, int) else version
-
-
-def csv_logger(trainer: Any) -> Any:
-    """Arguments of the logger that decides the run folder; None without one."""
-    logger = first_logger(trainer)
-    return logger["init_args"] if logger and logger["class_path"].endswith("CSVLogger") else None
-
-
-def first_logger(trainer: Any) -> Any:
-    """The logger that decides where a run's files are; None without one."""
-    loggers = trainer["logger"]
-    first = next(iter(loggers), None) if isinstance(loggers, list) else loggers
-    return None if isinstance(first, bool) else first
 
 
 def default_precision(accelerator: str) -> str:

@@ -87,7 +87,7 @@ class DFlashModule(ResumableModule):
         check_rates(lr, warmup_ratio, warmup_steps, weight_decay, betas)
         if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or max_skipped_steps < 1:
             raise ValueError(
-                "loss_decay_gamma must be positive and max_skipped_steps at least 1, "
+                "loss_decay_gamma must be positive and max_skipped_steps must be at least 1, "
                 f"got {loss_decay_gamma} and {max_skipped_steps}."
             )
         self.target = target
@@ -255,12 +255,14 @@ class DFlashModule(ResumableModule):
         values = {name: float(stats[name]) for name in names}
         values["padding_fraction"] = 1 - stats["tokens"] / stats["padded_tokens"]
         values["skipped_steps"] = float(self.skipped_steps)
-        self.log_dict({f"train/{name}": v for name, v in values.items()}, batch_size=1)
+        # Tensors on the CPU: Lightning would copy a number to the device and wait for it.
+        tensors = {f"train/{name}": torch.tensor(value) for name, value in values.items()}
+        self.log_dict(tensors, batch_size=1)
         self._log_tokens_seen()
 
     def _log_tokens_seen(self) -> None:
         """The axis on which runs with other batches compare, beside the steps."""
-        self.log("tokens_seen", float(self.progress["tokens_seen"]), batch_size=1)
+        self.log("tokens_seen", torch.tensor(float(self.progress["tokens_seen"])), batch_size=1)
 
     # -- validation -----------------------------------------------------------------------------
 
@@ -283,6 +285,7 @@ class DFlashModule(ResumableModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW on float32 weights, with a schedule that moves once per optimizer step."""
+        self.check_ranks_agree()
         optimizer = make_optimizer(
             self.drafter,
             lr=self.lr,

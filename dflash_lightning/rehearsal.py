@@ -17,7 +17,7 @@ import yaml
 
 from dflash_lightning.assets import cache_folder
 from dflash_lightning.callbacks.memory import gigabytes
-from dflash_lightning.cli import run_root
+from dflash_lightning.checkpoints import run_root
 from dflash_lightning.data.datamodule import QUICKSTART
 from dflash_lightning.drafter.checkpoint import export, load_drafter
 from dflash_lightning.planning.job import build_target
@@ -36,6 +36,12 @@ def rehearse(arguments: list[str]) -> None:
     Raises:
         ValueError: A stage failed, or the disk is too small; in one line.
     """
+    ranks = max(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+    if ranks > 1:
+        raise ValueError(
+            f"--rehearse must be started once, and starts its ranks itself; {ranks} were started. "
+            "Call it without torchrun or srun."
+        )
     with stage("configuration"):
         config = yaml.safe_load(command("fit", *arguments, "--print_config"))
         beside = first_existing(run_root(config["trainer"]).absolute())

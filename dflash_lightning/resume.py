@@ -97,6 +97,7 @@ class ResumableModule(L.LightningModule):
             "model.weight_decay": self.weight_decay,
             "model.betas": list(self.betas),
             "model.loss_decay_gamma": self.loss_decay_gamma,
+            "model.target.dtype": self.target.dtype,
             **self._data.settings(),
             "trainer.world_size": trainer.world_size,
             "trainer.accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -151,7 +152,8 @@ class ResumableModule(L.LightningModule):
         ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         self.statistics = StepStatistics(self._data.plan.boundaries, **ranks)
         self.statistics.load_state_dict(progress.pop("statistics"))
-        self.progress = {**progress, "restarts": progress["restarts"] + 1}
+        again = {"restarts": progress["restarts"] + 1, "skips_in_a_row": 0}
+        self.progress = {**progress, **again}
         self._data.resume(checkpoint, position)
         given = self.settings()
         self.changes = compare_settings(found["settings"], given, mid_epoch=position.is_mid_epoch)
@@ -160,7 +162,6 @@ class ResumableModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """After a restart the optimizer's state brought old rates back: give it the settings."""
-        self._check_ranks_agree()
         optimizer = self.trainer.optimizers[0]
         if self.progress["restarts"]:
             set_rates(
@@ -171,14 +172,16 @@ class ResumableModule(L.LightningModule):
                 weight_decay=self.weight_decay,
             )
 
-    def _check_ranks_agree(self) -> None:
+    def check_ranks_agree(self) -> None:
         """Refuse ranks that go on from different files: DDP would align nothing but weights.
+
+        Call it before anything else that ranks do together.
 
         Raises:
             ValueError: They stand at different places.
         """
         run, reduce = self._data.run_plan, self.trainer.strategy.reduce
-        own = [self.trainer.global_step, run.epoch, run.first_step, self.progress["restarts"]]
+        own = [self.resumed_step, run.epoch, run.first_step, self.progress["restarts"]]
         low, high = (
             reduce(torch.tensor(own, device=self.device), reduce_op=op).tolist()
             for op in ("min", "max")

@@ -4,12 +4,11 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny import make_tokenizer, write_chats
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_lightning.data.prepare import prepare_store
@@ -17,36 +16,11 @@ from dflash_lightning.data.store import RowStore
 
 torch.set_num_threads(1)
 
-TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
-SPECIAL = ["<|pad|>", "<|start|>", "<|end|>", "<|mask|>"]
-MASK_ID = 3
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave benchmarks out unless they are asked for, whatever else is chosen."""
     if "benchmark" not in config.option.markexpr:
         items[:] = [item for item in items if not item.get_closest_marker("benchmark")]
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes as tokens, four special ones before them, and a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        bos_token="<|start|>",
-        eos_token="<|end|>",
-        additional_special_tokens=["<|mask|>"],
-    )
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 @pytest.fixture(scope="session")
@@ -77,21 +51,6 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Qwen3ForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
-
-
-def write_chats(path: Path, count: int, longest: int = 17) -> Path:
-    """Chats whose answers vary in length; ids and sources are given."""
-    lines = []
-    for i in range(count):
-        answer = " ".join(f"word{(i * 7 + k) % 13}" for k in range(2 + (i * 5) % longest))
-        messages = [
-            {"role": "user", "content": f"question {i}"},
-            {"role": "assistant", "content": answer},
-        ]
-        record = {"id": f"chat-{i}", "source": ["a", "b"][i % 2], "messages": messages}
-        lines.append(json.dumps(record))
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 @pytest.fixture(scope="session")

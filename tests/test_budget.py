@@ -332,6 +332,8 @@ def test_copies_of_the_gradients() -> None:
     assert gradient_copies("auto", ranks=1) == 1
     assert gradient_copies("ddp", ranks=2) == 2
     assert gradient_copies(viewed, ranks=2) == 1
+    assert gradient_copies(viewed, ranks=2, accumulate=2) == 2
+    assert gradient_copies(viewed, ranks=1, accumulate=2) == 1
     assert gradient_copies({"class_path": "a.DDPStrategy", "init_args": {}}, ranks=2) == 2
 
 

@@ -42,12 +42,15 @@ def strategy_name(strategy: Any) -> str:
     return str(given["class_path"]).rpartition(".")[2]
 
 
-def gradient_copies(strategy: Any, ranks: int) -> int:
+def gradient_copies(strategy: Any, ranks: int, accumulate: int = 1) -> int:
     """Copies of all gradients on a rank: DDP keeps its own unless they are views of its buckets.
+
+    With accumulation they are no views: until the last batch nothing is in the buckets.
 
     Args:
         strategy: ``trainer.strategy`` as in a configuration.
         ranks: GPUs.
+        accumulate: Batches that each rank adds up for one step.
     """
     if ranks == 1:
         return 1
@@ -55,7 +58,8 @@ def gradient_copies(strategy: Any, ranks: int) -> int:
     arguments = _mapping(given.get("init_args")) or {}
     # further arguments of a strategy that its signature does not name are kept apart by the parser
     more = _mapping(given.get("dict_kwargs")) or {}
-    return 1 if {**more, **arguments}.get("gradient_as_bucket_view") is True else 2
+    views = {**more, **arguments}.get("gradient_as_bucket_view") is True
+    return 1 if views and accumulate == 1 else 2
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:

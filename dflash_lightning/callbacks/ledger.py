@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from dflash_lightning.batching import EpochPlan
 from dflash_lightning.batching.cost import rank_work
+from dflash_lightning.budget import TargetSizes, target_sizes
 from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS, LedgerFile
 from dflash_lightning.callbacks.rate import Rate, Stopwatch
 from dflash_lightning.callbacks.run import parts, run_folder, say
@@ -29,8 +30,8 @@ class Ledger(Callback):
     """Writes ``ledger.csv`` on rank 0; logs buckets, rates and the time left on all ranks.
 
     The seconds of a step are those of waiting for data and of computing, over its batches; what
-    validation and saving take is in neither. A wait ends where a save begins, since workers go on
-    loading meanwhile.
+    validation and saving take is in neither. They are rank 0's, who waits for the slowest rank in
+    every step; waiting for data is the mean of all ranks.
 
     Args:
         peak_flops: Operations a second that all ranks could do together; null looks the card up.
@@ -44,6 +45,7 @@ class Ledger(Callback):
         self.total_tokens = 0
         self._clock = Stopwatch()
         self._seconds = 0.0
+        self._sizes: TargetSizes | None = None
         self._work: tuple[str, np.ndarray, np.ndarray] = ("", np.zeros(0), np.zeros(0))
 
     # -- the run --------------------------------------------------------------------------------
@@ -91,9 +93,9 @@ class Ledger(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The batch is there: count the wait, which is summed over ranks with the statistics."""
-        wait = self._clock.take()
-        self._seconds += wait
-        parts(trainer)[0].extra["wait_seconds"] += wait
+        module, data = parts(trainer)
+        self._seconds += self._clock.take()
+        module.extra["wait_seconds"] += data.take_wait()
         self._clock.start()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -131,10 +133,15 @@ class Ledger(Callback):
             waiting, width = self._work_of(data.plan, step)
             values = {**_bucket_values(row), **self._rates(row), "rank_waiting": waiting}
             if pl_module.device.type == "cuda":  # the gap between the two is fragmentation
-                values["memory_peak_gb"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
-                values["memory_reserved_gb"] = torch.cuda.memory_reserved(pl_module.device) / 1e9
+                values["rank0_memory_peak_gb"] = (
+                    torch.cuda.max_memory_allocated(pl_module.device) / 1e9
+                )
+                values["rank0_memory_reserved_gb"] = (
+                    torch.cuda.memory_reserved(pl_module.device) / 1e9
+                )
             if self.peak_flops is not None:
-                spent = flops_of(trainer, row, width)
+                self._sizes = self._sizes or target_sizes(module.target.config)
+                spent = flops_of(trainer, row, width, self._sizes)
                 values["mfu"] = spent / max(row["seconds"], 1e-9) / self.peak_flops
             # Tensors on the CPU: Lightning would copy a number to the device and wait for it.
             tensors = {f"train/{name}": torch.tensor(float(x)) for name, x in values.items()}

@@ -121,6 +121,8 @@ def segments_expand() -> bool:
 def summary(memory: Memory, world_size: int) -> str:
     """The peak, in words."""
     ranks = f", the most of {world_size} ranks" if world_size > 1 else ""
+    if not memory.card and not memory.peak:
+        return f"the process needed no more memory than it held before{ranks}"
     if not memory.card:
         return f"the process grew by {gigabytes(memory.peak)}{ranks}"
     return (

@@ -177,9 +177,10 @@ def trial(heavy: Heavy, batch: Batch, loss: float, seconds: float, memory: Memor
 
 def describe(t: Trial) -> str:
     """Size and cost of a batch, in words."""
+    peak = f", peak {gigabytes(t.peak_bytes)}" if t.peak_bytes else ""
     return (
         f"{t.rows} x {t.width:,} tokens, {t.anchors:,} anchor slots, {t.labels:,} labels (step "
-        f"{t.step:,}), {t.seconds:.2f} s, peak {gigabytes(t.peak_bytes)}"
+        f"{t.step:,}), {t.seconds:.2f} s{peak}"
     )
 
 

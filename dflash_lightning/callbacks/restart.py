@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from dflash_lightning.callbacks.ledger_file import last_rows
-from dflash_lightning.callbacks.run import run_folder, say
+from dflash_lightning.callbacks.resume_points import ResumePoints
+from dflash_lightning.callbacks.run import callbacks_of, run_folder, say
 
 WANDB_MARGIN = 10_000  # W&B steps that a killed process may have used after its last checkpoint
 WANDB_UNWRITTEN = 500  # rows that may be in memory when W&B is killed: it writes 32 KB at a time
@@ -88,7 +89,9 @@ class WandbRun(Callback):
         if run.id != saved["id"]:
             return
         step, restarts = checkpoint["global_step"], checkpoint["dflash"]["progress"]["restarts"]
-        first = max(run.step, saved["step"] + WANDB_MARGIN)
+        saver = next(iter(callbacks_of(trainer, ResumePoints)), None)
+        margin = max(WANDB_MARGIN, 3 * saver.every_n_steps if saver else 0)
+        first = max(run.step, saved["step"] + margin)
         mark = {"restart": restarts + 1, "trainer/global_step": step}
         run.log(mark, first, commit=True)  # else it would share a row with what comes next
         if checkpoint.get("stopped"):

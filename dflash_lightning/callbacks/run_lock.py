@@ -2,10 +2,13 @@
 
 import fcntl
 import tempfile
+import time
 from pathlib import Path
 from typing import TextIO
 
 import lightning as L
+
+PATIENCE = 15.0  # seconds until the workers of a killed fit have noticed
 
 
 class RunLock:
@@ -30,19 +33,25 @@ class RunLock:
     def release(self) -> None:
         """Let another fit in."""
         if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # loader workers hold the open file as well
             self._file.close()
             self._file = None
 
     def _lock(self, folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / ".lock").open("w")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a disk without locks keeps nobody out
-            pass
-        return True
+        patience = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    return False
+                time.sleep(0.2)
+            except OSError:  # a disk without locks keeps nobody out
+                return True
+            else:
+                return True
 
 
 def check_writable(folder: Path) -> None:

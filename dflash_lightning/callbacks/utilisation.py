@@ -1,13 +1,12 @@
 """How much of what the GPUs could compute a run does compute."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 import torch
 
-from dflash_lightning.budget import TargetSizes, flops_per_step, peak_flops, target_sizes
+from dflash_lightning.budget import TargetSizes, flops_per_step, peak_flops
 from dflash_lightning.callbacks.run import parts
 
 
@@ -20,27 +19,22 @@ def peak_of(trainer: L.Trainer) -> float | None:
     return None if peak is None else peak * trainer.world_size
 
 
-def flops_of(trainer: L.Trainer, row: Mapping[str, Any], width: float) -> float:
-    """Operations of a step over all ranks; recomputation counts, padding too.
+def flops_of(trainer: L.Trainer, row: Mapping[str, Any], width: float, sizes: TargetSizes) -> float:
+    """Operations of a step over all ranks: padding counts, what is computed twice counts once.
 
     Args:
         trainer: Of the run.
         row: The step's statistics.
-        width: Mean padded length of its rows, weighted by tokens.
+        width: Mean padded length of its rows in tokens, weighted by tokens.
+        sizes: Of the target.
     """
     module, data = parts(trainer)
     spent = flops_per_step(
-        _sizes(module.target),
+        sizes,
         module.drafter.spec,
         tokens=row["padded_tokens"],
         width=width,
         slots=row["anchors"],
         labels=row["labels"],
-        checkpointing=module.drafter.checkpoint_layers,
     )
     return sum(n for part, n in spent.items() if part != "target" or not data.cache_features)
-
-
-@functools.lru_cache(maxsize=1)
-def _sizes(target: Any) -> TargetSizes:
-    return target_sizes(target.config)

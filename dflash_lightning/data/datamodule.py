@@ -1,8 +1,5 @@
 """The data module: opens the store, plans every epoch, and reshuffles within the length buckets."""
 
-import atexit
-import multiprocessing
-import signal
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +16,7 @@ from dflash_lightning.batching.report import PlanReport
 from dflash_lightning.data.checks import check_store, refuse_partial_epochs
 from dflash_lightning.data.collate import Batch, RowBatches
 from dflash_lightning.data.features import FeatureCache
+from dflash_lightning.data.loader import TimedLoader, ignore_signals
 from dflash_lightning.data.loops import mend_progress, tell_epoch_length
 from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.run_plan import Position, RunPlan
@@ -86,6 +84,7 @@ class DFlashDataModule(L.LightningDataModule):
         self.features: dict[Path, FeatureCache] = {}
         self._run_plan: RunPlan | None = None
         self._val_plan: EpochPlan | None = None
+        self._train_loader: TimedLoader | None = None
 
     def prepare_data(self) -> None:
         """Fetch the target and prepare the embedded data, on one process."""
@@ -194,6 +193,8 @@ class DFlashDataModule(L.LightningDataModule):
             "data.seed": self.seed,
             "data.store": self.train_store.fingerprint,
             "data.val_fraction": 0.0 if self.val_store_path else self.val_fraction,
+            "data.val_store": self.val_store.fingerprint if self.val_store_path else None,
+            "data.cache_features": self.cache_features,
             "data.anchor_rate": self.anchor_rate,
             "data.anchors_per_row": self.anchors_per_row,
         }
@@ -236,7 +237,16 @@ class DFlashDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Batches of this rank, planned anew each epoch."""
-        return self._loader(self.train_store, BucketSampler(self))
+        self._train_loader = self._loader(self.train_store, BucketSampler(self))
+        return self._train_loader
+
+    def take_wait(self) -> float:
+        """Seconds that training waited for batches since it was last asked."""
+        loader = self._train_loader
+        if loader is None:
+            return 0.0
+        waited, loader.waited = loader.waited, 0.0
+        return waited
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """All validation rows once, dealt over the ranks; an empty list without validation rows."""
@@ -257,7 +267,7 @@ class DFlashDataModule(L.LightningDataModule):
         except ValueError as error:
             raise ValueError(f"validation rows: {error}") from error
 
-    def _loader(self, store: RowStore, sampler: BucketSampler | ValidationSampler) -> DataLoader:
+    def _loader(self, store: RowStore, sampler: BucketSampler | ValidationSampler) -> TimedLoader:
         rows = RowBatches(
             store,
             block_size=self.block_size,
@@ -266,13 +276,13 @@ class DFlashDataModule(L.LightningDataModule):
             anchors_per_row=self.anchors_per_row,
             features=self.features.get(store.path),
         )
-        return DataLoader(
+        return TimedLoader(
             rows,
             sampler=sampler,
             batch_size=None,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
             pin_memory=False,
         )
 
@@ -296,18 +306,3 @@ class TrainsDrafter(Protocol):
 
     target: HFTarget
     drafter: Drafter
-
-
-@atexit.register
-def _end_workers() -> None:
-    """End workers that are left: Python would wait for ever, since they ignore its signal."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would call it a failure
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
-
-
-def _ignore_signals(_worker: int) -> None:
-    """A signal to the process group is for the main process; workers end when it does."""
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)

@@ -100,7 +100,9 @@ def read_job(config: Mapping[str, Any]) -> Job:
         ranks=ranks,
         target_bytes=4 if target.dtype == "float32" or (target.dtype == "auto" and on_cpu) else 2,
         compute_bytes=compute_bytes(trainer["precision"], on_cpu=on_cpu),
-        gradients=gradient_copies(trainer["strategy"], ranks),
+        gradients=gradient_copies(
+            trainer["strategy"], ranks, int(trainer["accumulate_grad_batches"])
+        ),
         shard_optimizer=bool(model["shard_optimizer"]),
         activation_checkpointing=bool(model["activation_checkpointing"]),
     )

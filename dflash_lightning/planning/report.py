@@ -54,6 +54,9 @@ class RunCost:
     @cached_property
     def flops(self) -> dict[str, float] | None:
         """Operations of a mean step of all GPUs, as if every token were supervised."""
+        return self._flops(checkpointing=self.job.setup.activation_checkpointing)
+
+    def _flops(self, *, checkpointing: bool) -> dict[str, float] | None:
         if self.steps is None:
             return None
         job, steps = self.job, self.steps
@@ -68,17 +71,21 @@ class RunCost:
             width=steps.width,
             slots=slots,
             labels=slots * (job.spec.block_size - 1),
-            checkpointing=job.setup.activation_checkpointing,
+            checkpointing=checkpointing,
         )
 
     @property
     def mfu(self) -> float | None:
-        """Share of the GPUs' peak that the given speed means; None where one is not known."""
+        """Share of the GPUs' peak that the given speed means; None where one is not known.
+
+        What is computed a second time does not count (PaLM, arXiv 2204.02311, appendix B).
+        """
         peak = peak_flops(self.gpu) if self.gpu else None
-        if self.flops is None or self.steps is None or not self.tokens_per_second or peak is None:
+        useful = self._flops(checkpointing=False)
+        if useful is None or self.steps is None or not self.tokens_per_second or peak is None:
             return None
         steps_per_second = self.tokens_per_second / self.steps.tokens_per_step
-        return sum(self.flops.values()) * steps_per_second / (peak * self.job.setup.ranks)
+        return sum(useful.values()) * steps_per_second / (peak * self.job.setup.ranks)
 
     @property
     def kept_files(self) -> int | None:
@@ -93,7 +100,7 @@ class RunCost:
         job = self.job
         setup, data, batching = job.setup, job.data, job.data.batching
         tried: list[tuple[str, Job]] = []
-        if setup.gradients > 1:
+        if setup.gradients > 1 and job.accumulate == 1:
             lean = replace(job, setup=replace(setup, gradients=1))
             tried.append(("DDPStrategy with gradient_as_bucket_view: true", lean))
         if setup.ranks > 1 and not setup.shard_optimizer:
@@ -105,6 +112,8 @@ class RunCost:
         half, accumulate = batching.token_budget // 2, 2 * job.accumulate
         if half >= job.load(self.steps.longest if self.steps else None).width:
             lean = self._with_data(batching=replace(batching, token_budget=half))
+            copies = 2 if setup.ranks > 1 else 1  # accumulated gradients lie outside DDP's buckets
+            lean = replace(lean, setup=replace(setup, gradients=copies))
             setting = f"data.batching.token_budget: {half} with "
             tried.append((f"{setting}trainer.accumulate_grad_batches: {accumulate}", lean))
         rate = data.anchor_rate / 2

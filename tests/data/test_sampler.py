@@ -7,7 +7,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from conftest import write_chats
+from tiny import write_chats
 from torch.utils.data import DistributedSampler
 
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch

@@ -20,7 +20,7 @@ import lightning as L
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_tokenizer, write_chats
+from tiny import make_tokenizer, write_chats
 
 from dflash_lightning import Batching, DFlashDataModule, DFlashModule, DrafterConfig, RandomTarget
 from dflash_lightning.callbacks import Ledger, Preflight

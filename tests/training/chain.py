@@ -98,6 +98,7 @@ def rank_process(link: dict, rank: int, port: int, log: Path) -> None:
         callback = {"class_path": "training.chain.KillAt", "init_args": kill}
         options += ["--trainer.callbacks+", json.dumps(callback)]
     sys.argv = ["dflash-lightning", "fit", "--config", link["recipe"], *options, *link["options"]]
+    sys.argv += link.get("rank_options", {}).get(str(rank), [])
     code = 1
     try:
         main()
