@@ -24,7 +24,6 @@ from dflash_lightning.budget import (
     memory,
     peak_flops,
     refuse_sharded_strategy,
-    target_parameters,
     target_sizes,
 )
 from dflash_lightning.budget.activations import (
@@ -146,7 +145,7 @@ def test_the_public_drafter_of_the_27b_target_has_1_73_billion_weights() -> None
 def test_bundled_targets_have_their_published_size(name: str, billions: float) -> None:
     config = known_config(name)
     assert config is not None
-    assert target_parameters(config) / 1e9 == pytest.approx(billions, abs=0.001)
+    assert target_sizes(config).parameters / 1e9 == pytest.approx(billions, abs=0.001)
     assert known_config(name + "-Base") is None
 
 

@@ -11,7 +11,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|start|>", "<|end|>", "<|mask|>"]
-MASK_ID = 3
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -6,7 +6,6 @@ from dflash_lightning.budget.memory import Line, Setup, Sheet, memory
 from dflash_lightning.budget.sizes import (
     TargetSizes,
     drafter_parameters,
-    target_parameters,
     target_sizes,
 )
 from dflash_lightning.budget.strategy import gradient_copies, refuse_sharded_strategy
@@ -24,6 +23,5 @@ __all__ = [
     "memory",
     "peak_flops",
     "refuse_sharded_strategy",
-    "target_parameters",
     "target_sizes",
 ]

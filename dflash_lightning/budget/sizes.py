@@ -64,11 +64,6 @@ class TargetSizes(NamedTuple):
     linear_head_dim: int
 
 
-def target_parameters(config: PretrainedConfig) -> int:
-    """Weights of the text model of a configuration, without any vision encoder."""
-    return target_sizes(config).parameters
-
-
 def target_sizes(config: PretrainedConfig) -> TargetSizes:
     """Count the target's weights on a device without memory, and read its widths."""
     config = config.get_text_config()

@@ -23,7 +23,7 @@ from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.drafter.config import DrafterConfig, DrafterSpec
 from dflash_lightning.target import HFTarget
 
-RESUME_POINTS = 2  # last.ckpt and previous.ckpt
+RESUME_POINTS = 3  # last.ckpt, previous.ckpt, and the one that is being written
 UNKNOWN_WIDTH = 8192  # longest row in tokens, where neither lengths nor boundaries tell
 
 
@@ -40,7 +40,7 @@ class Job:
         accumulate: Batches that each rank adds up for one step.
         epochs: Epochs; None where only ``max_steps`` ends the run.
         max_steps: Most steps; None without such a limit.
-        kept_checkpoints: Checkpoint files that stay; None where each epoch leaves one.
+        kept_checkpoints: Checkpoint files at most at once; None where each epoch leaves one.
         devices_known: Whether the configuration counts the GPUs.
     """
 
@@ -167,9 +167,9 @@ def compute_bytes(precision: Any, *, on_cpu: bool) -> int:
 
 
 def kept_checkpoints(top: int, last: Any) -> int | None:
-    """Checkpoint files that stay, the two resume points among them; None where every one does.
+    """Checkpoint files at most at once, those to go on from among them; None where all stay.
 
     >>> kept_checkpoints(1, None), kept_checkpoints(-1, None)
-    (3, None)
+    (4, None)
     """
     return None if top == -1 else top + bool(last) + RESUME_POINTS

@@ -89,7 +89,7 @@ class RunCost:
 
     @property
     def kept_files(self) -> int | None:
-        """Checkpoint files that the run leaves; None where neither limit nor epochs tell."""
+        """Checkpoint files at most at once; None where neither limit nor epochs tell."""
         kept, epochs = self.job.kept_checkpoints, self.job.epochs
         if kept is not None:
             return kept

@@ -158,7 +158,7 @@ def test_results_hold_sizes_seconds_and_peaks_and_are_said_and_written(
         assert 0 < t.seconds < 60
         assert math.isfinite(t.loss)
         assert 0 <= t.peak_bytes <= preflight.peak_bytes
-    assert "the process grew by" in said[-1]
+    assert "the process " in said[-1]  # grew, or needed no more than before
     tokens, seconds = (sum(getattr(t, n) for t in preflight.results) for n in ("tokens", "seconds"))
     assert preflight.tokens_per_second == pytest.approx(tokens / seconds)
     written = json.loads((tmp_path / "preflight.json").read_text())
@@ -288,7 +288,7 @@ def test_two_processes_are_bit_equal_with_and_without_and_try_the_same_batches(
         assert done.returncode == 0, done.stderr[-3000:]
         files = [tmp_path / f"{preflight}-{kind}-{rank}.pt" for rank in (0, 1)]
         records[preflight] = [torch.load(file, weights_only=True) for file in files]
-        assert done.stdout.count("the process grew by") == (preflight == "with")
+        assert done.stdout.count("preflight: the process ") == (preflight == "with")
     one, two = records["with"]
     assert len(one["tried"]) > 1
     assert one["tried"] == two["tried"]
