@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dflash_lightning.batching.table import Table
+from dflash_lightning.drafter.config import spec_differences
 
 # Settings that a checkpoint decides whatever the configuration says.
 KEPT = {"model.warmup_steps": "a warm-up is not repeated"}
@@ -191,12 +192,11 @@ def check_drafter(found: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
     Raises:
         ValueError: They differ.
     """
-    differing = {k: (v, spec[k]) for k, v in found["spec"].items() if v != spec[k]}
-    if differing:
+    differences = spec_differences(found["spec"], spec)
+    if differences:
         raise ValueError(
-            "the checkpoint's drafter differs from model.drafter in "
-            + ", ".join(f"{k} ({a} there, {b} here)" for k, (a, b) in differing.items())
-            + ". Give the settings in the run folder's config.yaml."
+            f"the checkpoint's drafter differs from model.drafter in {differences}. Give the "
+            "settings in the run folder's config.yaml."
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_lightning.drafter.config import DrafterSpec, read_rope
+from dflash_lightning.drafter.config import DrafterSpec, read_rope, spec_differences
 from dflash_lightning.drafter.model import Drafter
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -88,13 +88,11 @@ def load_weights(drafter: Drafter, path: Path) -> None:
         source = load_drafter(path)
     else:
         source, _ = _from_checkpoint(path, "model.init")
-    theirs, ours = source.spec.to_dict(), drafter.spec.to_dict()
-    differing = {k: (v, ours[k]) for k, v in theirs.items() if v != ours[k]}
-    if differing:
+    differences = spec_differences(source.spec.to_dict(), drafter.spec.to_dict())
+    if differences:
         raise ValueError(
-            f"model.init must be a drafter like model.drafter; {path} differs in "
-            + ", ".join(f"{k} ({a} there, {b} here)" for k, (a, b) in differing.items())
-            + ". Give its settings."
+            f"model.init must be a drafter like model.drafter; {path} differs in {differences}. "
+            "Give its settings."
         )
     drafter.load_state_dict(source.state_dict())
 

@@ -1,5 +1,6 @@
 """What a drafter is: a user's dials, and the description that follows from a target."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -173,6 +174,16 @@ def _check_layers(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}.")
+
+
+def spec_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """In what two descriptions of a drafter differ, in words; empty where they do not.
+
+    >>> spec_differences({"block_size": 8, "num_layers": 5}, {"block_size": 16, "num_layers": 5})
+    'block_size (8 there, 16 here)'
+    """
+    differing = {k: (v, ours[k]) for k, v in theirs.items() if v != ours[k]}
+    return ", ".join(f"{k} ({a} there, {b} here)" for k, (a, b) in differing.items())
 
 
 def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...]:

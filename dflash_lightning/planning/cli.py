@@ -46,7 +46,7 @@ class PlanTrainer(L.Trainer):
             ckpt_path: As in fit; changes nothing here.
             weights_only: As in fit; changes nothing here.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # LightningCLI reads the signature; PlanCLI does the work
 
 
 class PlanCLI(DFlashCLI):
