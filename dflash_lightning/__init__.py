@@ -14,6 +14,7 @@ _HOMES = {
     "EpochPlan": "batching",
     "plan_epoch": "batching",
     "optimal_boundaries": "batching",
+    "diagnose": "diagnosis",
     "speculative_generate": "decoding",
     "export_drafter": "drafter.checkpoint",
     "load_drafter": "drafter.checkpoint",

@@ -20,6 +20,10 @@ TOOLS = {
         "dflash_lightning.data.buckets",
         "padding, waiting and mixing of an epoch under every batching strategy",
     ),
+    "diagnose": (
+        "dflash_lightning.data.diagnose",
+        "why the loss of a run jumps, in words, numbers and a picture",
+    ),
     "export": (
         "dflash_lightning.drafter.checkpoint",
         "a checkpoint's drafter in the public format",
@@ -58,7 +62,11 @@ def main() -> None:
 
 def run(name: str, rest: list[str]) -> None:
     """Carry out one command."""
-    if name in TOOLS:
+    if name == "diagnose":  # numpy is all it needs
+        from dflash_lightning.data.diagnose import main as read
+
+        read(rest)
+    elif name in TOOLS:
         from jsonargparse import auto_cli, set_parsing_settings
 
         set_parsing_settings(docstring_parse_attribute_docstrings=False)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_lightning.batching.table import Table
 from dflash_lightning.drafter.config import spec_differences
+from dflash_lightning.table import Table
 
 # Settings that a checkpoint decides whatever the configuration says.
 KEPT = {"model.warmup_steps": "a warm-up is not repeated"}

@@ -15,7 +15,7 @@ from dflash_lightning.batching.plan import EpochPlan, plan_epoch
 from dflash_lightning.batching.predict import predicted_padding
 from dflash_lightning.batching.report import PlanReport
 from dflash_lightning.batching.settings import Batching, Deal, checked_lengths
-from dflash_lightning.batching.table import Table, wrapped
+from dflash_lightning.table import Table, wrapped
 
 SORT_WINDOWS = (0, 32, 64)
 MOST_BUCKETS = 16

@@ -11,25 +11,10 @@ from dflash_lightning.batching.buckets import Floats, Ints
 from dflash_lightning.batching.compare import Comparison
 from dflash_lightning.batching.plan import EpochPlan, plan_epoch
 from dflash_lightning.batching.settings import Batching
+from dflash_lightning.figure import check_plot, empty_figure, write_figure
 
 BINS = 128
 INK, REAL, PADDING, PLAIN = "#333333", "#4477aa", "#cc3311", "#ee9988"
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be written.
-
-    Args:
-        path: The picture to write; its ending names the format.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the ending names no format.
-    """
-    endings = _empty_figure(path).canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in endings:
-        raise ValueError(
-            f"plot must end in one of {', '.join(sorted(endings))}, got {path}. Use .png."
-        )
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
@@ -43,26 +28,13 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         ValueError: As ``check_plot``.
     """
     check_plot(path)
-    figure = _empty_figure(path)
+    figure = empty_figure(f"plot {path}", 12, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
     _draw_tokens(left, comparison)
     _draw_efficiency(right, comparison)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
-
-
-def _empty_figure(path: Path) -> Any:
-    """A figure of matplotlib, which is imported only here."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            f"plot {path} needs matplotlib, which is not installed: pip install "
-            "'dflash-lightning[plot]'."
-        ) from error
-    return Figure(figsize=(12, 4.6), layout="constrained")
+    write_figure(figure, path)
 
 
 def _draw_tokens(axes: Any, comparison: Comparison) -> None:

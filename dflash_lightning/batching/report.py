@@ -5,7 +5,7 @@ import html
 from typing import Any
 
 from dflash_lightning.batching.settings import Deal
-from dflash_lightning.batching.table import Table, wrapped
+from dflash_lightning.table import Table, wrapped
 
 DEALS = (
     "Waiting: slowest / mean rank, linear, with cost_knee. "

@@ -15,6 +15,7 @@ from dflash_lightning.batching.cost import rank_work
 from dflash_lightning.budget import TargetSizes, target_sizes
 from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS, LedgerFile
 from dflash_lightning.callbacks.rate import Rate, Stopwatch
+from dflash_lightning.callbacks.restart import wandb_logger
 from dflash_lightning.callbacks.run import parts, run_folder, say
 from dflash_lightning.callbacks.utilisation import flops_of, peak_of
 from dflash_lightning.data.datamodule import DFlashDataModule
@@ -23,7 +24,7 @@ from dflash_lightning.module import DFlashModule
 
 FORMAT = 1
 SAMPLED_ROWS = 500  # of each bucket, for the shares of weight: a few percent of error
-LOGGED = [name for name in BUCKET_COLUMNS if name != "eff"]
+LOGGED = ("top_row", "top_share", "top_pull", "restart")  # what the module does not log itself
 
 
 class Ledger(Callback):
@@ -59,7 +60,11 @@ class Ledger(Callback):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        self.file = LedgerFile(folder, run_header(module, data), say=say)
+        header = run_header(module, data)
+        logger = wandb_logger(trainer)
+        if logger is not None:  # others keep it in a file that has the ledger beside it, or as text
+            logger.log_hyperparams({"ledger": header})
+        self.file = LedgerFile(folder, header, say=say)
         cut = self.file.resume(trainer.global_step)
         if cut:
             say(
@@ -131,7 +136,7 @@ class Ledger(Callback):
                 self.file.write(row)
             step = data.run_plan.step_in_plan(int(row["step"]))
             waiting, width = self._work_of(data.plan, step)
-            values = {**_bucket_values(row), **self._rates(row), "rank_waiting": waiting}
+            values = {**_row_values(row), **self._rates(row), "rank_waiting": waiting}
             if pl_module.device.type == "cuda":  # the gap between the two is fragmentation
                 values["rank0_memory_peak_gb"] = (
                     torch.cuda.max_memory_allocated(pl_module.device) / 1e9
@@ -143,8 +148,11 @@ class Ledger(Callback):
                 self._sizes = self._sizes or target_sizes(module.target.config)
                 spent = flops_of(trainer, row, width, self._sizes)
                 values["mfu"] = spent / max(row["seconds"], 1e-9) / self.peak_flops
-            # Tensors on the CPU: Lightning would copy a number to the device and wait for it.
-            tensors = {f"train/{name}": torch.tensor(float(x)) for name, x in values.items()}
+            # Tensors on the CPU: Lightning would copy a number to the device and wait for it. In
+            # float64, which it keeps: a row number above 16.8 million is none in float32.
+            tensors = {
+                f"train/{name}": torch.tensor(x, dtype=torch.float64) for name, x in values.items()
+            }
             pl_module.log_dict(tensors, batch_size=1)
         self._clock.start()
 
@@ -172,19 +180,19 @@ class Ledger(Callback):
         return float(waiting[step]), float(width[step])
 
 
-def _bucket_values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The step's numbers of each bucket; the keys are the same at every step."""
-    return {
-        f"bucket_{k}/{name}": math.nan if value is None else value
-        for name in LOGGED
-        for k, value in enumerate(row[f"{name}_k"])
-    }
+def _row_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """The step's numbers of each bucket, and of its top row; the same keys at every step."""
+    values = {name: row[name] for name in LOGGED}
+    for name in BUCKET_COLUMNS:
+        values |= {f"bucket_{k}/{name}": value for k, value in enumerate(row[f"{name}_k"])}
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
     """What a reader of the ledger needs to know of the run; plain types.
 
-    Position and settings let a later plan name the rows of every step that follows.
+    Position and settings let a later plan name the rows of every step that follows; store and
+    tokenizer say where the rows themselves were.
     """
     plan, batching = data.plan, data.batching
     buckets = plan.row_buckets(np.arange(len(data.train_rows)))
@@ -200,7 +208,10 @@ def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
         "world_size": data.world_size,
         "accumulate": data.accumulate,
         "position": data.position().to_dict(),
+        "step": module.global_step,
         "settings": data.settings(),
+        "store": str(data.train_store.path.absolute()),
+        "tokenizer": module.target.prepare(),
         "order": batching.order,
         "deal": batching.deal,
         "plan": plan.fingerprint,

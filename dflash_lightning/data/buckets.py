@@ -11,9 +11,10 @@ from tqdm import tqdm
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 from dflash_lightning.batching.compare import compare
 from dflash_lightning.batching.cost import CostFit, fit_cost, fit_cost_of_steps, read_timings
-from dflash_lightning.batching.plot import check_plot, plot_comparison
+from dflash_lightning.batching.plot import plot_comparison
 from dflash_lightning.batching.settings import Deal, Order, checked_lengths
 from dflash_lightning.data.store import RowStore, split_rows, write_json
+from dflash_lightning.figure import check_plot
 
 
 def buckets(

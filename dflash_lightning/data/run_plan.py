@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from dflash_lightning.batching import Batching, EpochPlan, plan_epoch
 
@@ -201,6 +200,8 @@ class RunPlan:
             at_most: Where the run ends anyway; no epoch beyond is planned.
         """
         first, began, left, _ = self._start
+        from tqdm import tqdm  # naming the rows of a step works without it
+
         steps = began + left if epochs > first else began
         bar = tqdm(
             range(first + 1, epochs), "planning", unit="epoch", delay=2, disable=self.quiet or None

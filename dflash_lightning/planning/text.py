@@ -1,8 +1,8 @@
 """What a run costs, as lines for the terminal, at most 100 columns wide."""
 
-from dflash_lightning.batching.table import Table, wrapped
 from dflash_lightning.budget import drafter_parameters, peak_flops
 from dflash_lightning.planning.report import RunCost
+from dflash_lightning.table import Table, wrapped
 
 NO_ROWS = (
     "Steps, hours and operations need row lengths: give --lengths FILE.npy, or run "

@@ -16,7 +16,7 @@ from story import BOUNDARIES, story_lengths
 from dflash_lightning.batching import Batching, EpochPlan, optimal_boundaries, plan_epoch
 from dflash_lightning.batching.buckets import _padding_table
 from dflash_lightning.batching.report import PlanReport
-from dflash_lightning.batching.table import Table
+from dflash_lightning.table import Table
 
 RANKS = 8
 PLAIN = Batching(sort_window=0)

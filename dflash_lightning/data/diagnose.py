@@ -1,0 +1,154 @@
+"""The ``diagnose`` command: why the loss of a run jumps, and which rows are behind a step.
+
+It works where NumPy is all that is installed, so it reads its own options.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dflash_lightning.data.row_facts import RowFacts, describe_rows
+from dflash_lightning.data.step_text import row_table
+from dflash_lightning.data.steps import find_store, rows_of_step
+from dflash_lightning.data.store import write_json
+from dflash_lightning.diagnosis import Deviator, Run, deviators, diagnose, read_run, tops_of
+from dflash_lightning.figure import check_plot
+from dflash_lightning.table import Table, wrapped
+
+LISTED = 20  # rows of --rows on the terminal
+RUNS = """\
+RUN is a run folder (or the folder above version_0, version_1, ...), its ledger.csv, Lightning's
+metrics.csv, a CSV file with step and loss, an offline W&B folder, or ENTITY/PROJECT/RUN_ID of W&B.
+"""
+
+
+class _Parser(ArgumentParser):
+    """Tells a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. See dflash-lightning diagnose --help.")
+
+
+def main(words: Sequence[str]) -> None:
+    """Carry out the command.
+
+    Args:
+        words: Of the command line, behind ``diagnose``.
+
+    Raises:
+        ValueError: An option is wrong, or the run cannot be read.
+    """
+    options = _parser().parse_args(words)
+    if options.plot is not None:
+        check_plot(options.plot)
+    run = read_run(options.run)
+    if options.step is not None:
+        _step(run, options)
+    elif options.rows:
+        _rows(run, options)
+    else:
+        _whole(run, options)
+
+
+def _parser() -> ArgumentParser:
+    parser = _Parser(
+        prog="dflash-lightning diagnose",
+        description=f"Why does the loss of a run jump, and is it on track?\n\n{RUNS}",
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="the run to read, see above")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--baseline", metavar="RUN", help="another run to compare with")
+    what.add_argument("--step", type=int, metavar="N", help="name the rows of optimizer step N")
+    what.add_argument(
+        "--rows", action="store_true", help="list the rows that deviate most, again and again"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
+    parser.add_argument(
+        "--store", type=Path, help="folder of the run's rows, if it is not where the run had it"
+    )
+    parser.add_argument("--tokenizer", help="folder or name of the tokenizer that shows words")
+    return parser
+
+
+def _whole(run: Run, options: Namespace) -> None:
+    """The diagnosis."""
+    found = diagnose(run, options.baseline)
+    sys.stdout.write(f"{found}\n")
+    if options.json is not None:
+        write_json(options.json, found.to_dict())
+    if options.plot is not None:
+        found.plot(options.plot)
+
+
+def _step(run: Run, options: Namespace) -> None:
+    """The rows of a step."""
+    _no_picture(options, "step")
+    found = rows_of_step(run, options.step, store=options.store, tokenizer=options.tokenizer)
+    sys.stdout.write(f"{found}\n")
+    if options.json is not None:
+        write_json(options.json, found.to_dict())
+
+
+def _rows(run: Run, options: Namespace) -> None:
+    """The rows that deviate most, over the run."""
+    _no_picture(options, "rows")
+    tops = tops_of(run)
+    if tops is None:
+        raise ValueError(
+            f"rows need a run whose source names the top row of its steps, {run.kind} of "
+            f"{run.name} does not. Give the run folder with its ledger.csv."
+        )
+    found = deviators(tops)
+    store, missing = find_store(run.header, options.store)
+    facts = []
+    if store is not None:
+        facts = describe_rows(
+            store,
+            [deviator.row for deviator in found],
+            boundaries=run.header.get("boundaries", ()),
+            tokenizer=options.tokenizer or run.header.get("tokenizer"),
+        )
+    sys.stdout.write(_rows_text(run, found, facts, missing) + "\n")
+    if options.json is not None:
+        known = [fact._asdict() for fact in facts] or [{} for _ in found]
+        rows = [deviator.to_dict() | fact for deviator, fact in zip(found, known, strict=True)]
+        write_json(options.json, {"run": run.name, "rows": rows, "bound": tops.bound})
+
+
+def _no_picture(options: Namespace, name: str) -> None:
+    if options.plot is not None:
+        raise ValueError(f"plot shows the whole run, got it together with {name}. Leave one out.")
+
+
+def _rows_text(run: Run, found: Sequence[Deviator], facts: Sequence[RowFacts], missing: str) -> str:
+    """A line on what the list is, the list, and what would name the rows."""
+    shown = found[:LISTED]
+    far = sum(deviator.far for deviator in found)
+    head = (
+        f"{run.name}: {len(found):,} rows were the top row of more than one step; {far:,} of them "
+        "lie far beyond what top rows usually are (*), which is how bad data looks. Distance in "
+        "deviations of a row in its bucket."
+    )
+    parts = [wrapped(head)]
+    columns = {
+        "times": [str(d.times) for d in shown],
+        "distance": ["*" * d.far + f"{d.size:.1f}" for d in shown],
+        "pull": [f"{d.pull:+.3f}" for d in shown],
+    }
+    if facts and shown:
+        parts.append(row_table(facts[:LISTED], columns))
+    elif shown:
+        columns = {"row": [str(d.row) for d in shown], **columns}
+        columns["steps"] = [", ".join(map(str, d.steps[-5:])) for d in shown]
+        cells = list(zip(*columns.values(), strict=True))
+        parts.append(Table("", list(columns), cells, "rrrrl").text())
+    if len(found) > LISTED:
+        parts[-1] += f"\n... and {len(found) - LISTED:,} more; --json has all"
+    if missing:
+        parts.append(wrapped(missing))
+    return "\n\n".join(parts)
