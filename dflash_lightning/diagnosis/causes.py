@@ -209,5 +209,5 @@ def restart(run: Run) -> list[Cause]:
     at = run.step[np.flatnonzero(np.diff(run.column("restart")) > 0) + 1]
     if not len(at):
         return []
-    says = f"{len(at):,} restarts; the steps before each are as they would have been without it"
+    says = f"another process took the run up {len(at):,} time{'s' * (len(at) > 1)}"
     return [Cause(cause="restart", steps=tuple(int(x) for x in at[:20]), says=says)]

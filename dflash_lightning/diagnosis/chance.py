@@ -34,7 +34,7 @@ def chance_of(
     """
     taken, z = evidence.taken, evidence.z
     mix, noise, rest = taken.parts
-    variance = noise + max(rest, 0.0)
+    variance = noise + rest
     rho = [lag_correlation(z, lag) for lag in range(1, min(LAGS, len(z) - 1) + 1)]
     q = len(z) * (len(z) + 2) * sum(r * r / (len(z) - h) for h, r in enumerate(rho, 1))
     delta = trend_of_a_tenth(evidence)
@@ -77,7 +77,7 @@ def trend(fit: Fit) -> Floats:
 def _changes(taken: Decomposition, header: Mapping[str, object]) -> dict[str, float]:
     """Predicted deviation from step to step under what one could change."""
     mix, noise, rest = taken.parts
-    fixed = noise + max(rest, 0.0)
+    fixed = noise + rest
     changes = {"now": mix + fixed, "twice the rows a step": mix + fixed / 2}
     dealt = stratified_mix(taken, header)
     if dealt is not None and dealt < mix:

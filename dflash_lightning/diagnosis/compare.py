@@ -132,10 +132,10 @@ def same_rows_difference(runs: Pair) -> Floats | None:
     """Step by step over the last tenth, where both drew the same rows; else None."""
     plans = [run.headers[0][1].get("plan") if run.headers else None for run in _both(runs)]
     steps = [run.step[runs.stretch(run)] for run in _both(runs)]
-    if plans[0] is None or plans[0] != plans[1] or not np.array_equal(*steps):
+    if plans[0] is None or plans[0] != plans[1] or not np.array_equal(steps[0], steps[1]):
         return None
     rows = [run.column("rows")[runs.stretch(run)] for run in _both(runs)]
-    if not np.array_equal(*rows):
+    if not np.array_equal(rows[0], rows[1]):
         return None
     first, second = (run.loss[runs.stretch(run)] for run in _both(runs))
     return first - second

@@ -31,7 +31,7 @@ EARLY = 60  # steps at the beginning that are left out while the rate still rise
 SETTLED = 80  # steps after the warm-up from which everything is judged
 LAST = 50  # steps of the mix-adjusted value
 REST, REST_ALARM, REST_WATCH = 0.1, 3.5, 2.5  # share; standard errors
-SECTIONS = 12  # of shares over time
+SECTION, SECTIONS = 80, 12  # steps of a section of shares over time, at least; sections, at most
 ALARMS = ("non_finite", "divergence")
 LATE_ALARMS = ("learning_rate", "spread")
 WATCHED = ("rows", "period")
@@ -64,7 +64,7 @@ def diagnose(run: str | Path | Run, baseline: str | Path | Run | None = None) ->
     taken = evidence.taken
     causes = [*found, *causes]
     judged = is_settled(run)
-    verdict = _verdict(taken, causes, judged=judged)
+    verdict, because = _verdict(taken, causes, judged=judged)
     missing = (*run.missing, *_missing(taken, run), *lacking)
     return Diagnosis(
         name=run.name,
@@ -81,7 +81,7 @@ def diagnose(run: str | Path | Run, baseline: str | Path | Run | None = None) ->
         reasons=words.reasons(run, taken, causes, chance, comparison),
         facts=words.facts(run, taken),
         state=words.state(run, warmup_end(run), judged=judged),
-        remedy=words.remedy(run, taken, causes, chance),
+        remedy=words.remedy(run, taken, because, chance),
         curves=curves_of(run, evidence),
         baseline=None if other is None else (other.name, _curves_alone(other)),
     )
@@ -138,7 +138,7 @@ def _compared(run: Run, other: Run | None) -> tuple[Comparison | None, float | N
         return None, None, None
     ends = [warmup_end(r) or 0 for r in (run, other) if is_settled(r)]
     comparison, taken, same_plan = compare(pair(run, other, start=max(ends, default=0)))
-    return comparison, taken.parts[1] + max(taken.parts[2], 0.0), same_plan
+    return comparison, taken.parts[1] + taken.parts[2], same_plan
 
 
 def named_shares(taken: Decomposition) -> dict[str, Share | None]:
@@ -151,16 +151,20 @@ def named_shares(taken: Decomposition) -> dict[str, Share | None]:
     return {"mix": mix, "noise": noise, "rest": rest}
 
 
-def _verdict(taken: Decomposition, causes: list[Cause], *, judged: bool) -> str:
-    names = {cause.cause for cause in causes}
+def _verdict(taken: Decomposition, causes: list[Cause], *, judged: bool) -> tuple[str, str]:
+    """The verdict, and the cause that decides it: ``rest`` for what is unexplained, or none."""
+    names = [cause.cause for cause in causes]
     rest = taken.shares[2]
     surprising = rest.share / rest.error if judged and not taken.confounded else 0.0
-    late = judged and bool(names.intersection(LATE_ALARMS))
-    if names.intersection(ALARMS) or late or (rest.share > REST and surprising > REST_ALARM):
-        return "INVESTIGATE"
-    if names.intersection(WATCHED) or surprising > REST_WATCH:
-        return "WATCH"
-    return "ON TRACK"
+    alarming = [name for name in names if name in ALARMS or (judged and name in LATE_ALARMS)]
+    if surprising > REST_ALARM and rest.share > REST:
+        alarming.append("rest")
+    if alarming:
+        return "INVESTIGATE", alarming[0]
+    watched = [name for name in names if name in WATCHED]
+    if surprising > REST_WATCH:
+        watched.append("rest")
+    return ("WATCH", watched[0]) if watched else ("ON TRACK", "")
 
 
 def _missing(taken: Decomposition, run: Run) -> list[str]:
@@ -169,13 +173,13 @@ def _missing(taken: Decomposition, run: Run) -> list[str]:
     steps = taken.steps
     if taken.confounded:
         lines.append(
-            "noise and rest apart: most noise is imputed, because the steps hold too few rows of a "
-            "bucket, or the source knows no noise; more rows a step, or the ledger, would tell"
+            "sampling noise and rest apart: the source knows no noise, or most steps hold lone "
+            "rows of a bucket; the ledger, or more rows a step, would tell"
         )
     elif steps.imputed > 0.1:
         lines.append(
-            f"{steps.imputed:.0%} of the noise is imputed from other steps or buckets: steps hold "
-            "fewer than two rows of some buckets"
+            f"how lone rows of a bucket would scatter ({100 * steps.imputed:.0f} % of the noise): "
+            "their whole residual counts as noise; more rows a step would tell"
         )
     if run.num_buckets > steps.num_buckets:
         lines.append("buckets without rows in these steps are left out of the mix")
@@ -217,7 +221,8 @@ def curves_of(run: Run, evidence: Evidence) -> Curves:
 
 def moving_triples(taken: Decomposition) -> tuple[Floats, Floats]:
     """Shares of sections of the window: their middle steps ``[M]``, and shares ``[M, 3]``."""
-    sections = np.array_split(np.arange(len(taken.triple)), SECTIONS)
+    count = min(max(len(taken.triple) // SECTION, 2), SECTIONS)
+    sections = np.array_split(np.arange(len(taken.triple)), count)
     at = np.array([taken.steps.step[s].mean() for s in sections])
     parts = np.maximum([taken.triple[s].mean(0) for s in sections], 0.0)
     return at, parts / np.maximum(parts.sum(1, keepdims=True), 1e-300)
@@ -259,7 +264,7 @@ def _too_early(run: Run, causes: list[Cause]) -> Diagnosis:
     return Diagnosis(
         name=run.name,
         kind=run.kind,
-        verdict="INVESTIGATE" if alarm else "ON TRACK",
+        verdict="INVESTIGATE" if alarm else "WATCH",
         window=(first, int(run.step[-1]) if len(run) else 0),
         std=float(np.std(np.diff(run.loss[usable(run)])) / np.sqrt(2)) if count > 2 else 0.0,
         shares={"mix": None, "noise": None, "rest": None},
@@ -270,7 +275,7 @@ def _too_early(run: Run, causes: list[Cause]) -> Diagnosis:
         missing=missing,
         reasons=(),
         facts={},
-        state="Too early to say more.",
-        remedy="",
+        state="Too early to judge.",
+        remedy="Let it train on, and ask again.",
         curves=_bare_curves(run),
     )

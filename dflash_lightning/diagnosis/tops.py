@@ -60,7 +60,7 @@ class Deviator:
         steps: These steps, at most the last ten.
         pull: Mean change of the step's loss, nats.
         size: Median distance from its like, in deviations of a row.
-        far: Whether that is far beyond what top rows usually are.
+        far: Whether its loss is far above its like, beyond what top rows usually are.
     """
 
     row: int
@@ -121,7 +121,7 @@ def deviators(tops: Tops) -> list[Deviator]:
                 steps=tuple(int(x) for x in tops.step[at][-10:]),
                 pull=float(tops.pull[at].mean()),
                 size=size,
-                far=size > tops.bound,
+                far=size > tops.bound and bool(np.median(tops.pull[at]) > 0),
             )
         )
     return sorted(found, key=lambda d: (-d.size * np.sqrt(d.times), d.row))
@@ -133,13 +133,16 @@ def bad_rows(evidence: Evidence, tops: Tops | None) -> list[Cause]:
         return []
     heavy = tops.share >= np.quantile(tops.share, 0.95)
     chosen: dict[int, float] = {}
-    for row in np.unique(tops.row[tops.size > tops.bound]):
+    # Below its like a row is easy, not bad.
+    harder = tops.pull > 0
+    for row in np.unique(tops.row[harder & (tops.size > tops.bound)]):
         at = tops.row == row
         often = at.sum() >= OFTEN or (at & heavy).sum() >= TWICE
         alone = (at & _alone(evidence, tops)).any()
         # With two, the smaller: one visit far out is no habit.
         size = float(np.sort(tops.size[at])[(at.sum() - 1) // 2])
-        if (often and size > tops.bound) or alone:
+        hard = np.median(tops.pull[at]) > 0
+        if ((often and size > tops.bound) or alone) and hard:
             chosen[int(row)] = size * float(np.sqrt(at.sum()))
     if not chosen:
         return []

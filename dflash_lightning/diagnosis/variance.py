@@ -86,7 +86,7 @@ def decompose(steps: Steps) -> Decomposition:
         steps=steps,
         fit=fit,
         parts=(float(parts[0]), float(parts[1]), float(parts[2])),
-        shares=_shares(steps, fit, triple, parts / parts.sum()),
+        shares=_shares(triple, parts / parts.sum(), used=len(fit.coefficients)),
         residual=residual,
         mix=mix,
         eaten=eaten,
@@ -120,7 +120,9 @@ def _noise_and_rest(steps: Steps, fit: Fit, square: Floats) -> tuple[Floats, Flo
     """
     lone = (steps.precision > 0) & ~steps.own
     noise_k = np.where(steps.own, steps.noise, 0.0)
-    for k in np.flatnonzero(lone.any(0)):
+    for k in range(steps.num_buckets):
+        if not lone[:, k].any():
+            continue
         own_square = np.square(fit.residuals[:, k]) + fit.bucket_variance(k)
         noise_k[:, k] = np.where(lone[:, k], own_square, noise_k[:, k])
     portion = np.square(steps.portion)
@@ -130,11 +132,11 @@ def _noise_and_rest(steps: Steps, fit: Fit, square: Floats) -> tuple[Floats, Flo
     return noise - shared * rest, rest
 
 
-def _shares(steps: Steps, fit: Fit, triple: Floats, share: Floats) -> tuple[Share, Share, Share]:
-    """Intervals of the three shares."""
+def _shares(triple: Floats, share: Floats, *, used: int) -> tuple[Share, Share, Share]:
+    """Intervals of the three shares, where the fit used so many coefficients."""
     drawn = _parts(bootstrap_means(triple))
     drawn = drawn / drawn.sum(1, keepdims=True)
-    count, used = len(triple), len(fit.coefficients)
+    count = len(triple)
     error = drawn.std(0, ddof=1) * np.sqrt(count / max(count - used, 1))
     times = student_quantile(count / block_length(count) - 1)
     shares = [

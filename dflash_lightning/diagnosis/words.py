@@ -5,13 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflash_lightning.diagnosis.chance import stratified_mix
-from dflash_lightning.diagnosis.result import Cause, Chance, Comparison
+from dflash_lightning.diagnosis.result import Cause, Chance, Comparison, Share
 from dflash_lightning.diagnosis.run import Run
 from dflash_lightning.diagnosis.variance import Decomposition
 
 NOTABLE = 0.2  # share from which a part gets its own reason
 STRATIFIED = "batching.deal=stratified"
 REMEDIES = {
+    "rest": (
+        "Means: something moves whole steps on a scale of up to about 50 steps; what is slower "
+        "counts as trend. Tell: does grad_norm jump with the loss? diagnose --step N names the "
+        "rows of a step that does. Do: lower model.lr by a third, or take more rows a step."
+    ),
     "non_finite": (
         "Updates that are not finite are skipped. Tell: diagnose --step N names their rows; they "
         "come again in each epoch if a row is the cause. Do: remove the rows; else lower model.lr "
@@ -54,12 +59,14 @@ REMEDIES = {
 def facts(run: Run, taken: Decomposition) -> dict[str, str]:
     """A short remark on each share."""
     rest = taken.shares[2]
-    nothing = rest.low <= 0 <= rest.high or rest.share < 0
     interval = f"95 % interval {100 * rest.low:.0f} .. {100 * rest.high:.0f} %"
-    meaning = "nothing to explain" if nothing else "more than the rows explain"
+    if rest.high < 0:
+        meaning = "nothing to explain; the rows' spread promises more scatter than there is"
+    else:
+        meaning = "nothing to explain" if rest.low <= 0 else "more than the rows explain"
     return {
         "mix": _mix_fact(run, taken),
-        "noise": _noise_fact(run),
+        "noise": _noise_fact(run, taken),
         "rest": f"{interval}: {meaning}",
     }
 
@@ -87,15 +94,18 @@ def _mix_fact(run: Run, taken: Decomposition) -> str:
     )
 
 
-def _noise_fact(run: Run) -> str:
+def _noise_fact(run: Run, taken: Decomposition) -> str:
     labels, rows = run.column("labels"), run.column("rows")
-    if np.isfinite(labels).any():
-        per_row = np.nanmedian(rows)
-        return (
-            f"about {np.nanmedian(labels):,.0f} labels of {per_row:,.0f} rows a step; what their "
-            "own spread explains"
+    known = np.isfinite(labels) & np.isfinite(rows)
+    size = ""
+    if known.any():
+        size = (
+            f"about {np.median(labels[known]):,.0f} labels of {np.median(rows[known]):,.0f} rows "
         )
-    return "what the rows' own spread explains"
+        size += "a step; "
+    if taken.confounded:
+        return f"{size}noise and rest are one number here"
+    return f"{size}what the rows' own spread explains"
 
 
 def state(run: Run, peak: int | None, *, judged: bool) -> str:
@@ -108,11 +118,18 @@ def state(run: Run, peak: int | None, *, judged: bool) -> str:
     return f"Warm-up: step {last:,} of {peak:,}{of}; judged again 80 steps after its end."
 
 
-def remedy(run: Run, taken: Decomposition, causes: Sequence[Cause], chance: Chance) -> str:
-    """The cheapest change."""
-    serious = [c.cause for c in causes if c.cause not in ("restart", "epoch_edge")]
-    if serious:
-        return f"{REMEDIES[serious[0]].split('Do: ')[1]}"
+def remedy(run: Run, taken: Decomposition, because: str, chance: Chance) -> str:
+    """The cheapest change.
+
+    Args:
+        run: The run.
+        taken: Its variance.
+        because: What decided the verdict; empty where nothing is wrong.
+        chance: Its five numbers.
+    """
+    if because:
+        does = REMEDIES[because].split("Do: ")[1]
+        return does[0].upper() + does[1:]
     now, dealt = chance.changes["now"], chance.changes.get(STRATIFIED)
     if dealt is not None and dealt < 0.9 * now:
         return (
@@ -121,7 +138,15 @@ def remedy(run: Run, taken: Decomposition, causes: Sequence[Cause], chance: Chan
         )
     if dealt is None and taken.shares[0].share > NOTABLE and _stratifiable(run):
         return f"Smoother steps without more padding: {STRATIFIED}."
-    return ""
+    mix, _, rest = taken.shares
+    if taken.confounded or rest.low > 0:
+        return ""
+    by = (
+        "length mix and sampling noise explain"
+        if mix.share > NOTABLE
+        else "sampling noise explains"
+    )
+    return f"Just randomness: {by} the jumps."
 
 
 def _stratifiable(run: Run) -> bool:
@@ -150,30 +175,35 @@ def _share_reasons(run: Run, taken: Decomposition, chance: Chance) -> list[str]:
     lines = []
     if mix.share > NOTABLE:
         lines.append(
-            f"the loss follows the length of the rows that a step drew ({mix.share:.0%} of its "
-            "variance). Means: steps differ in data, not in what was learned. Tell: the "
+            f"the loss follows the length of the rows that a step drew ({100 * mix.share:.0f} % of "
+            "its variance). Means: steps differ in data, not in what was learned. Tell: the "
             "mix-adjusted curve does not jump with them. Do: read the mix-adjusted curve; "
             + _mix_remedy(run, taken)
         )
     if noise.share > NOTABLE and not taken.confounded:
         lines.append(
-            f"the loss scatters as much as its rows do ({noise.share:.0%} of its variance). Means: "
-            "just randomness of sampling. Tell: the rest is small. Do: average "
-            f"{chance.average_adjusted:,} steps to read the curve to +-{chance.delta:.2g}; twice "
+            f"the loss scatters as its rows do ({100 * noise.share:.0f} % of its variance). Means: "
+            f"just randomness of sampling. Tell: {_rest_is(rest)}. Do: nothing, or average "
+            f"{_steps(chance.average_adjusted)} to read the curve to +-{chance.delta:.2g}; twice "
             f"the rows a step make the deviation {chance.changes['twice the rows a step']:.2g}."
         )
     if rest.low > 0 and not taken.confounded:
-        lines.append(
-            f"{rest.share:.0%} of the variance is unexplained. Means: something moves whole steps "
-            "on a scale of up to about 50 steps; what is slower counts as trend. Tell: the causes "
-            "named, grad_norm, the rate. Do: see whether it stays after more steps."
-        )
+        seen = f"{100 * rest.share:.0f} % of the variance is unexplained"
+        lines.append(f"{seen}. {REMEDIES['rest']}")
     elif not taken.confounded:
         lines.append(
             "no more scatter than the rows explain; what is slower than about 50 steps counts as "
             "trend, not as rest."
         )
     return lines
+
+
+def _rest_is(rest: Share) -> str:
+    return "the rest is small" if rest.low <= 0 else "the rest is there beside it"
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _mix_remedy(run: Run, taken: Decomposition) -> str:
