@@ -3,13 +3,15 @@
 It works where NumPy is all that is installed, so it reads its own options.
 """
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_lightning.data.row_facts import RowFacts, describe_rows
+from dflash_lightning.data.row_facts import RowFacts, describe_rows, find_tokenizer
+from dflash_lightning.data.sources import sources_of
 from dflash_lightning.data.step_text import row_table
 from dflash_lightning.data.steps import find_store, rows_of_step
 from dflash_lightning.data.store import write_json
@@ -41,9 +43,9 @@ def main(words: Sequence[str]) -> None:
         ValueError: An option is wrong, or the run cannot be read.
     """
     options = _parser().parse_args(words)
-    if options.plot is not None:
-        check_plot(options.plot)
+    _check_options(options)
     run = read_run(options.run)
+    _check_tokenizer(run, options)
     if options.step is not None:
         _step(run, options)
     elif options.rows:
@@ -62,22 +64,76 @@ def _parser() -> ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="the run to read, see above")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--baseline", metavar="RUN", help="another run to compare with")
-    what.add_argument("--step", type=int, metavar="N", help="name the rows of optimizer step N")
+    what.add_argument(
+        "--step", type=int, metavar="N", help="name the rows of optimizer step N, counted from 0"
+    )
     what.add_argument(
         "--rows", action="store_true", help="list the rows that deviate most, again and again"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw a picture here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers here")
     parser.add_argument(
-        "--store", type=Path, help="folder of the run's rows, if it is not where the run had it"
+        "--store",
+        type=Path,
+        metavar="FOLDER",
+        help="the run's prepared rows, where they are not where the run had them",
     )
-    parser.add_argument("--tokenizer", help="folder or name of the tokenizer that shows words")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="the tokenizer that shows words of the rows of --step or --rows, where the run's own "
+        "is not here: a folder, or a name that was fetched before",
+    )
     return parser
+
+
+def _check_options(options: Namespace) -> None:
+    """Refuse options that do not go together, and files that could not be written."""
+    alone = options.step is None and not options.rows
+    if options.plot is not None:
+        if not alone:
+            raise ValueError(
+                f"plot shows the whole run, got {options.plot} together with step or rows. Leave "
+                "one out."
+            )
+        check_plot(options.plot)
+    if options.tokenizer is not None and alone:
+        raise ValueError(
+            f"tokenizer shows words of the rows that step or rows name, got {options.tokenizer} "
+            "without them. Give --step N or --rows, or leave it out."
+        )
+    for name, path in (("plot", options.plot), ("json", options.json)):
+        if path is not None:
+            _check_place(name, path)
+
+
+def _check_place(name: str, path: Path) -> None:
+    """Refuse a file that could not be written."""
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file to write, {path} is a folder. Give a file in it.")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(
+            f"{name} must be a file that can be written, {above} does not take {path}. Give "
+            "another place."
+        )
+
+
+def _check_tokenizer(run: Run, options: Namespace) -> None:
+    """Refuse a tokenizer that shows no words, where the rows are at hand."""
+    if options.tokenizer is None:
+        return
+    store, _ = find_store(run.header, options.store)
+    if store is not None and find_tokenizer(options.tokenizer, store) is None:
+        raise ValueError(
+            f"tokenizer must be the one that prepared {store.path}, on this machine, and take "
+            f"transformers to read; got {options.tokenizer}. Leave it out to see token ids."
+        )
 
 
 def _whole(run: Run, options: Namespace) -> None:
     """The diagnosis."""
-    found = diagnose(run, options.baseline)
+    found = diagnose(run, options.baseline, sources=sources_of(run, options.store))
     sys.stdout.write(f"{found}\n")
     if options.json is not None:
         write_json(options.json, found.to_dict())
@@ -87,7 +143,6 @@ def _whole(run: Run, options: Namespace) -> None:
 
 def _step(run: Run, options: Namespace) -> None:
     """The rows of a step."""
-    _no_picture(options, "step")
     found = rows_of_step(run, options.step, store=options.store, tokenizer=options.tokenizer)
     sys.stdout.write(f"{found}\n")
     if options.json is not None:
@@ -96,12 +151,11 @@ def _step(run: Run, options: Namespace) -> None:
 
 def _rows(run: Run, options: Namespace) -> None:
     """The rows that deviate most, over the run."""
-    _no_picture(options, "rows")
     tops = tops_of(run)
     if tops is None:
         raise ValueError(
-            f"rows need a run whose source names the top row of its steps, {run.kind} of "
-            f"{run.name} does not. Give the run folder with its ledger.csv."
+            f"rows take the top rows of at least three steps, {run.kind} of {run.name} names "
+            "fewer. Give the folder of a run whose steps have several rows of a bucket."
         )
     found = deviators(tops)
     store, missing = find_store(run.header, options.store)
@@ -117,22 +171,23 @@ def _rows(run: Run, options: Namespace) -> None:
     if options.json is not None:
         known = [fact._asdict() for fact in facts] or [{} for _ in found]
         rows = [deviator.to_dict() | fact for deviator, fact in zip(found, known, strict=True)]
-        write_json(options.json, {"run": run.name, "rows": rows, "bound": tops.bound})
-
-
-def _no_picture(options: Namespace, name: str) -> None:
-    if options.plot is not None:
-        raise ValueError(f"plot shows the whole run, got it together with {name}. Leave one out.")
+        told = {"run": run.name, "rows": rows, "bound": tops.bound, "missing": missing}
+        write_json(options.json, told)
 
 
 def _rows_text(run: Run, found: Sequence[Deviator], facts: Sequence[RowFacts], missing: str) -> str:
     """A line on what the list is, the list, and what would name the rows."""
     shown = found[:LISTED]
+    if not shown:
+        return wrapped(
+            f"{run.name}: no row was the top row of more than one step. Rows come once an epoch: "
+            "ask again after the next."
+        )
     far = sum(deviator.far for deviator in found)
     head = (
         f"{run.name}: {len(found):,} rows were the top row of more than one step; {far:,} of them "
-        "lie far beyond what top rows usually are (*), which is how bad data looks. Distance in "
-        "deviations of a row in its bucket."
+        f"{'lies' if far == 1 else 'lie'} far beyond what top rows usually are (*), which is how "
+        "bad data looks. Distance in deviations of a row in its bucket."
     )
     parts = [wrapped(head)]
     columns = {
@@ -140,9 +195,9 @@ def _rows_text(run: Run, found: Sequence[Deviator], facts: Sequence[RowFacts], m
         "distance": ["*" * d.far + f"{d.size:.1f}" for d in shown],
         "pull": [f"{d.pull:+.3f}" for d in shown],
     }
-    if facts and shown:
+    if facts:
         parts.append(row_table(facts[:LISTED], columns))
-    elif shown:
+    else:
         columns = {"row": [str(d.row) for d in shown], **columns}
         columns["steps"] = [", ".join(map(str, d.steps[-5:])) for d in shown]
         cells = list(zip(*columns.values(), strict=True))

@@ -4,7 +4,7 @@ A ledger's headers say where each process took the run up and under which settin
 the store. Together they give the plan that the process followed, and so every batch it trained.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -215,16 +215,26 @@ def _known(values: Mapping[str, float]) -> dict[str, float]:
 def _plan_at(
     header: Mapping[str, Any], store: RowStore, begun: int, step: int
 ) -> tuple[EpochPlan, int, np.ndarray]:
-    """The plan that a process followed at a step of the run.
+    """The plan of a step, the number of the step in it, and the store's rows behind its rows."""
+    for first, plan, chosen in plans(header, store, begun):
+        if step < first + plan.num_steps:
+            return plan, step - first, chosen
+    raise AssertionError("epochs go on without end")
+
+
+def plans(
+    header: Mapping[str, Any], store: RowStore, begun: int
+) -> Iterator[tuple[int, EpochPlan, np.ndarray]]:
+    """The plans that a process followed, one per epoch, without end.
 
     Args:
-        header: Of the process.
+        header: Of the process, with all that ``NEEDED`` names.
         store: The rows.
         begun: Optimizer steps done when the process began.
-        step: The step.
 
-    Returns:
-        The plan, the number of the step in it, and the store's rows behind the plan's row numbers.
+    Yields:
+        The step of the run that is step 0 of the plan, the plan, and the store's rows behind the
+        plan's row numbers.
 
     Raises:
         ValueError: The plan that the process began with is not the one that the header names.
@@ -241,9 +251,10 @@ def _plan_at(
     )
     run.resume(position, begun)
     _check_plan(run.plan, header)
-    while (own := run.step_in_plan(step)) >= run.plan.num_steps:
-        run.set_epoch(run.epoch + 1, step - own + run.plan.num_steps)
-    return run.plan, own, chosen
+    while True:
+        first = -run.step_in_plan(0)
+        yield first, run.plan, chosen
+        run.set_epoch(run.epoch + 1, first + run.plan.num_steps)
 
 
 def _batching(settings: Mapping[str, Any]) -> Batching:

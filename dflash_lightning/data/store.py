@@ -86,6 +86,11 @@ class RowStore:
         return np.diff(self.offsets)
 
     @property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens of every row, int64 ``[R]``; reads the whole loss mask."""
+        return np.add.reduceat(self._mask, self.offsets[:-1], dtype=np.int64)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of the rows and of everything that decided them."""
         return self.meta["fingerprint"]

@@ -7,6 +7,16 @@ from dflash_lightning.diagnosis.judge import diagnose
 from dflash_lightning.diagnosis.ledger import read_run
 from dflash_lightning.diagnosis.result import Diagnosis
 from dflash_lightning.diagnosis.run import Run
+from dflash_lightning.diagnosis.sources import Sources
 from dflash_lightning.diagnosis.tops import Deviator, deviators, tops_of
 
-__all__ = ["Deviator", "Diagnosis", "Run", "deviators", "diagnose", "read_run", "tops_of"]
+__all__ = [
+    "Deviator",
+    "Diagnosis",
+    "Run",
+    "Sources",
+    "deviators",
+    "diagnose",
+    "read_run",
+    "tops_of",
+]

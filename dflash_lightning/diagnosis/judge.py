@@ -22,6 +22,7 @@ from dflash_lightning.diagnosis.peak import learning_rate, warmup_end
 from dflash_lightning.diagnosis.pool import pooled, usable
 from dflash_lightning.diagnosis.result import Cause, Comparison, Curves, Diagnosis, Interval, Share
 from dflash_lightning.diagnosis.run import Bools, Floats, Run
+from dflash_lightning.diagnosis.sources import Sources, by_source
 from dflash_lightning.diagnosis.statistics import moving_mean
 from dflash_lightning.diagnosis.tops import bad_rows, tops_of
 from dflash_lightning.diagnosis.variance import Decomposition, decompose
@@ -37,13 +38,20 @@ LATE_ALARMS = ("learning_rate", "spread")
 WATCHED = ("rows", "period")
 
 
-def diagnose(run: str | Path | Run, baseline: str | Path | Run | None = None) -> Diagnosis:
+def diagnose(
+    run: str | Path | Run,
+    baseline: str | Path | Run | None = None,
+    *,
+    sources: Sources | None = None,
+) -> Diagnosis:
     """Say why the loss of a run jumps, and whether it is on track.
 
     Args:
         run: A run folder, its ``ledger.csv``, a ``metrics.csv``, a CSV file of step and loss, an
             offline W&B folder, a W&B run path, or what ``read_run`` returned.
         baseline: Another run to compare with.
+        sources: What each step drew of each source; ``dflash_lightning.data.sources`` knows, where
+            the store is at hand.
 
     Returns:
         The verdict with its reasons; prints as text, shows itself in a notebook.
@@ -58,7 +66,7 @@ def diagnose(run: str | Path | Run, baseline: str | Path | Run | None = None) ->
     if (window & usable(run)).sum() < ENOUGH:
         return _too_early(run, found)
     evidence = gather(run, window)
-    causes, lacking = _causes(evidence)
+    causes, lacking = _causes(evidence, sources)
     comparison, spread_of, same_plan = _compared(run, other)
     chance = chance_of(evidence, other=spread_of, same_plan=same_plan)
     taken = evidence.taken
@@ -116,7 +124,7 @@ def gather(run: Run, window: Bools) -> Evidence:
     return Evidence(run=run, taken=taken, adjusted=adjusted, adjusted_step=whole.step)
 
 
-def _causes(evidence: Evidence) -> tuple[list[Cause], list[str]]:
+def _causes(evidence: Evidence, sources: Sources | None) -> tuple[list[Cause], list[str]]:
     """What moves the loss beside mix and noise, and what could not be asked."""
     taken = evidence.taken
     shifted, lacking = learning_rate(evidence.run, evidence.deviation, taken.inflation)
@@ -128,6 +136,7 @@ def _causes(evidence: Evidence) -> tuple[list[Cause], list[str]]:
         *bad_rows(evidence, tops),
         *period(evidence),
         *epoch_edge(evidence),
+        *by_source(evidence, sources),
     ]
     return causes, [lacking] if lacking else []
 

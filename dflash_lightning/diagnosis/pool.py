@@ -84,8 +84,12 @@ class Steps:
 
 
 def usable(run: Run) -> Bools:
-    """Steps with a finite loss that were not skipped, bool ``[T]``."""
-    return np.isfinite(run.loss) & ~(np.nan_to_num(run.column("skipped")) > 0)
+    """Steps with a finite loss, of a bucket too, that were not skipped: bool ``[T]``."""
+    chosen = np.isfinite(run.loss) & ~(np.nan_to_num(run.column("skipped")) > 0)
+    if run.num_buckets:
+        weight = np.nan_to_num(run.bucket("weight"))
+        chosen &= (np.isfinite(run.bucket("loss")) & (weight > 0)).any(1)
+    return chosen
 
 
 def pooled(run: Run) -> Steps:

@@ -30,7 +30,7 @@ class Cause:
 
     Args:
         cause: ``rows``, ``epoch_edge``, ``learning_rate``, ``spread``, ``period``, ``divergence``,
-            ``non_finite`` or ``restart``.
+            ``non_finite``, ``restart``, or ``source`` where the store is at hand.
         steps: First and last step that it concerns, or the steps themselves where they are few.
         rows: Row numbers in the store, the worst first; empty where rows are not the cause.
         share: Part of the variance that it explains; None where that is no question.

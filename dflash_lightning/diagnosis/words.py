@@ -49,6 +49,10 @@ REMEDIES = {
         "Means: rows are remembered from one epoch to the next. Tell: val/loss does not take part "
         "in the step. Do: nothing while val/est_tau rises; else more data or fewer epochs."
     ),
+    "source": (
+        "Means: sources differ in difficulty, and steps in what they draw. Tell: diagnose --step N "
+        "names a step's sources. Do: nothing; more rows a step make it smaller."
+    ),
     "restart": (
         "Means: the job was stopped and resumed. Tell: no step in the mix-adjusted curve. Do: "
         "nothing."

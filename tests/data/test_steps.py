@@ -19,36 +19,18 @@ from training.restarts import run as fit
 from training.test_kill import link, recipe, run_links, trained
 
 from dflash_lightning import Batching
-from dflash_lightning.callbacks.ledger_file import COLUMNS
 from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.row_facts import describe_rows
 from dflash_lightning.data.run_plan import RunPlan
+from dflash_lightning.data.sources import sources_of
 from dflash_lightning.data.step_text import wide
 from dflash_lightning.data.steps import StepRows, find_store, rows_of_step
 from dflash_lightning.data.store import RowStore, StoredRow, split_rows, write_store
-from dflash_lightning.diagnosis.run import BUCKET_COLUMNS, Run
+from dflash_lightning.diagnosis import Run, read_run
 
 
 def read(folder: Path) -> Run:
-    """A ledger, cell by cell."""
-    headers, rows, names = [], [], []
-    for line in (folder / "ledger.csv").read_text().splitlines():
-        if line.startswith("# "):
-            headers.append((len(rows), json.loads(line[2:])))
-        elif line.startswith("step,"):
-            names = line.split(",")
-        else:
-            rows.append([float(cell or "nan") for cell in line.split(",")])
-    table = dict(zip(names, np.array(rows).T, strict=True))
-    buckets = range(len(headers[0][1]["boundaries"]) - 1)
-    return Run(
-        name="purple",
-        kind="ledger",
-        headers=tuple(headers),
-        step=table["step"].astype(np.int64),
-        columns={name: table[name] for name in COLUMNS},
-        buckets={n: np.stack([table[f"{n}_{k}"] for k in buckets], 1) for n in BUCKET_COLUMNS},
-    )
+    return read_run(folder, name="purple")
 
 
 def with_header(run: Run, **changes: Any) -> Run:
@@ -141,6 +123,24 @@ def test_rows_are_named_over_several_ranks_that_are_killed(store: RowStore, tmp_
     layouts = [(header["world_size"], header["accumulate"]) for _, header in run.headers]
     assert layouts == [(2, 1), (3, 1), (1, 2), (2, 2)]
     check(run, trained(tmp_path))
+
+
+def test_the_sources_of_each_step_are_counted_over_its_rows(run: Run, store: RowStore) -> None:
+    found = sources_of(run)
+    assert found is not None
+    assert found.step.tolist() == run.step.tolist()
+    assert found.names == tuple(store.meta["sources"])
+    for step, portion in zip(run.step.tolist(), found.portion, strict=True):
+        tokens = Counter()
+        for facts in rows_of_step(run, step).rows:
+            tokens[facts.source] += int(store.row(facts.row)[1].sum())
+        expected = [tokens[name] / tokens.total() for name in found.names]
+        assert portion.tolist() == pytest.approx(expected)
+
+
+def test_sources_are_not_counted_without_the_store_or_the_settings(run: Run) -> None:
+    assert sources_of(with_header(run, store="gone")) is None
+    assert sources_of(replace(run, headers=((0, {"store": run.header["store"]}),))) is None
 
 
 # -- what is said --------------------------------------------------------------------------------

@@ -75,7 +75,9 @@ def write_metrics(run: Run, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     columns = [run.column("epoch"), run.step, run.loss, run.column("lr")]
     lines = [",".join(f"{x:.7g}" for x in cells) for cells in zip(*columns, strict=True)]
-    (folder / "metrics.csv").write_text("\n".join(["epoch,step,train/loss,lr-AdamW", *lines]) + "\n")
+    (folder / "metrics.csv").write_text(
+        "\n".join(["epoch,step,train/loss,lr-AdamW", *lines]) + "\n"
+    )
     return folder
 
 
