@@ -1,6 +1,5 @@
 """The ledger writer: one row per optimizer step, and the same quantities for the loggers."""
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +12,13 @@ from lightning.pytorch.callbacks import Callback
 from dflash_lightning.batching import EpochPlan
 from dflash_lightning.batching.cost import rank_work
 from dflash_lightning.budget import TargetSizes, target_sizes
-from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS, LedgerFile
+from dflash_lightning.batching.report import PlanReport
+from dflash_lightning.callbacks.ledger_file import LedgerFile
 from dflash_lightning.callbacks.rate import Rate, Stopwatch
+from dflash_lightning.callbacks.report import RunReport
 from dflash_lightning.callbacks.restart import wandb_logger
-from dflash_lightning.callbacks.run import parts, run_folder, say
+from dflash_lightning.callbacks.run import callbacks_of, parts, run_folder, say
+from dflash_lightning.callbacks.step_values import step_values
 from dflash_lightning.callbacks.utilisation import flops_of, peak_of
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.functional.anchors import draw_anchors, label_counts
@@ -24,7 +26,7 @@ from dflash_lightning.module import DFlashModule
 
 FORMAT = 1
 SAMPLED_ROWS = 500  # of each bucket, for the shares of weight: a few percent of error
-LOGGED = ("top_row", "top_share", "top_pull", "restart")  # what the module does not log itself
+FEW_STEPS = 30  # of what a restart left of an epoch: too few to tell how deals differ
 
 
 class Ledger(Callback):
@@ -44,7 +46,8 @@ class Ledger(Callback):
         self.file: LedgerFile | None = None
         self.rate = Rate()
         self.total_tokens = 0
-        self._clock = Stopwatch()
+        self.clock = Stopwatch()  # other callbacks may pause it for what is no part of a step
+        self.trained_seconds = 0.0  # of the steps of this process
         self._seconds = 0.0
         self._sizes: TargetSizes | None = None
         self._work: tuple[str, np.ndarray, np.ndarray] = ("", np.zeros(0), np.zeros(0))
@@ -54,13 +57,13 @@ class Ledger(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the file, cut back to the step from which the run goes on."""
         module, data = parts(trainer)
-        self.rate, self._seconds = Rate(), 0.0
+        self.rate, self._seconds, self.trained_seconds = Rate(), 0.0, 0.0
         self.peak_flops = self.peak_flops or peak_of(trainer)
         self.total_tokens = data.num_tokens(module.total_steps())
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        header = run_header(module, data)
+        header = run_header(module, data, _plan_report(trainer, data))
         logger = wandb_logger(trainer)
         if logger is not None:  # others keep it in a file that has the ledger beside it, or as text
             logger.log_hyperparams({"ledger": header})
@@ -91,31 +94,31 @@ class Ledger(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The wait for the epoch's first batch begins."""
-        self._clock.take()
-        self._clock.start()
+        self.clock.take()
+        self.clock.start()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The batch is there: count the wait, which is summed over ranks with the statistics."""
         module, data = parts(trainer)
-        self._seconds += self._clock.take()
+        self._seconds += self.clock.take()
         module.extra["wait_seconds"] += data.take_wait()
-        self._clock.start()
+        self.clock.start()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation is no part of a step."""
-        self._clock.pause()
+        self.clock.pause()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The wait goes on."""
-        self._clock.start()
+        self.clock.start()
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Saving is no part of a step; no hook says when it ends, so the clock stands till then."""
-        self._clock.pause()
+        self.clock.pause()
 
     def on_train_batch_end(
         self,
@@ -126,17 +129,19 @@ class Ledger(Callback):
         batch_idx: int,
     ) -> None:
         """Write and log a finished optimizer step."""
-        self._seconds += self._clock.take()
+        self._seconds += self.clock.take()
         if not trainer.fit_loop._should_accumulate():
             module, data = parts(trainer)
             row = {**module.step_stats, "time": time.time(), "seconds": self._seconds}
             self._seconds = 0.0
+            self.trained_seconds += row["seconds"]
             self.rate.add(tokens=row["tokens"], seconds=row["seconds"])
             if self.file is not None:
                 self.file.write(row)
             step = data.run_plan.step_in_plan(int(row["step"]))
             waiting, width = self._work_of(data.plan, step)
-            values = {**_row_values(row), **self._rates(row), "rank_waiting": waiting}
+            left = self.rate.seconds_left(self.total_tokens - row["tokens_seen"])
+            values = {**step_values(row), "eta_hours": left / 3600, "rank_waiting": waiting}
             if pl_module.device.type == "cuda":  # the gap between the two is fragmentation
                 values["rank0_memory_peak_gb"] = (
                     torch.cuda.max_memory_allocated(pl_module.device) / 1e9
@@ -154,21 +159,9 @@ class Ledger(Callback):
                 f"train/{name}": torch.tensor(x, dtype=torch.float64) for name, x in values.items()
             }
             pl_module.log_dict(tensors, batch_size=1)
-        self._clock.start()
+        self.clock.start()
 
     # -- what is logged -------------------------------------------------------------------------
-
-    def _rates(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Rates of a step over all ranks, and the hours left of the run."""
-        seconds = max(row["seconds"], 1e-9)
-        left = self.rate.seconds_left(self.total_tokens - row["tokens_seen"])
-        return {
-            "tokens_per_second": row["tokens"] / seconds,
-            "padded_tokens_per_second": row["padded_tokens"] / seconds,
-            "labels_per_second": row["labels"] / seconds,
-            "data_wait_share": row["wait_seconds"] / seconds,
-            "eta_hours": left / 3600,
-        }
 
     def _work_of(self, plan: EpochPlan, step: int) -> tuple[float, float]:
         """The slowest rank's padded tokens over the mean rank's, and the mean width by tokens."""
@@ -180,23 +173,27 @@ class Ledger(Callback):
         return float(waiting[step]), float(width[step])
 
 
-def _row_values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The step's numbers of each bucket, and of its top row; the same keys at every step."""
-    values = {name: row[name] for name in LOGGED}
-    for name in BUCKET_COLUMNS:
-        values |= {f"bucket_{k}/{name}": value for k, value in enumerate(row[f"{name}_k"])}
-    return {name: math.nan if value is None else value for name, value in values.items()}
+def _plan_report(trainer: L.Trainer, data: DFlashDataModule) -> PlanReport:
+    """The report that another callback has made already, since it takes a second for long plans."""
+    made = [callback.report for callback in callbacks_of(trainer, RunReport)]
+    return next((report for report in made if report is not None), None) or data.report()
 
 
-def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
+def run_header(
+    module: DFlashModule, data: DFlashDataModule, report: PlanReport
+) -> dict[str, Any]:
     """What a reader of the ledger needs to know of the run; plain types.
 
     Position and settings let a later plan name the rows of every step that follows; store and
-    tokenizer say where the rows themselves were.
+    tokenizer say where the rows themselves were. ``deals`` is the deviation from step to step that
+    each deal would have, if neighbouring buckets lay 0.1 nats apart; it is left out where a restart
+    left too few steps of the epoch.
     """
     plan, batching = data.plan, data.batching
     buckets = plan.row_buckets(np.arange(len(data.train_rows)))
     rows = np.bincount(buckets, minlength=plan.num_buckets)
+    deals = {name: deal.step_std for name, deal in report.deals.items()}
+    few = bool(plan.done) and plan.num_steps < FEW_STEPS
     return {
         "format": FORMAT,
         "boundaries": list(plan.boundaries),
@@ -214,6 +211,7 @@ def run_header(module: DFlashModule, data: DFlashDataModule) -> dict[str, Any]:
         "tokenizer": module.target.prepare(),
         "order": batching.order,
         "deal": batching.deal,
+        **({} if few else {"deals": deals}),
         "plan": plan.fingerprint,
     }
 

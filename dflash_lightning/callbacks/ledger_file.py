@@ -194,8 +194,11 @@ class LedgerFile:
             _sync(target)
 
 
-def last_rows(path: Path, count: int) -> list[dict[str, float]]:
-    """The last rows of a ledger, without empty cells; none where there is no ledger."""
+def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """The last rows of a ledger as ``LedgerFile.write`` takes them, NaN where a cell is empty.
+
+    There are none where there is no ledger.
+    """
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -205,7 +208,17 @@ def last_rows(path: Path, count: int) -> list[dict[str, float]]:
             names = names or cells
             rows.append(cells)
     whole = [cells for cells in rows if len(cells) == len(names) and cells != names]
-    return [{k: float(v) for k, v in zip(names, cells, strict=True) if v} for cells in whole]
+    return [_row_of(names, cells) for cells in whole]
+
+
+def _row_of(names: list[str], cells: list[str]) -> dict[str, Any]:
+    """A line as numbers, those of buckets as lists under ``loss_k``, ``weight_k`` and so on."""
+    row = {name: float(cell or "nan") for name, cell in zip(names, cells, strict=True)}
+    buckets = range((len(names) - len(COLUMNS)) // len(BUCKET_COLUMNS))
+    return {
+        **{name: row[name] for name in COLUMNS},
+        **{f"{name}_k": [row[f"{name}_{k}"] for k in buckets] for name in BUCKET_COLUMNS},
+    }
 
 
 def _divide(old: BinaryIO, kept: BinaryIO, gone: BinaryIO, step: int, columns: bytes) -> int:

@@ -25,6 +25,7 @@ class RunReport(Callback):
 
     def __init__(self, export_dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
         self.export_dtype: Literal["float32", "bfloat16"] = export_dtype
+        self.report: PlanReport | None = None  # of the plan the fit began with, on rank 0
         self.before: float | None = None
         self.best = 0.0
 
@@ -41,7 +42,7 @@ class RunReport(Callback):
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
-        report = data.report()
+        report = self.report = data.report()
         text = "\n".join([f"{report}\n", *self._outlook(trainer)])
         say(f"\n{text}\n")
         folder.mkdir(parents=True, exist_ok=True)

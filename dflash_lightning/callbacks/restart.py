@@ -13,11 +13,10 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from dflash_lightning.callbacks.ledger_file import last_rows
 from dflash_lightning.callbacks.resume_points import ResumePoints
 from dflash_lightning.callbacks.run import callbacks_of, run_folder, say
+from dflash_lightning.callbacks.step_values import BY_MODULE, step_values
 
 WANDB_MARGIN = 10_000  # W&B steps that a killed process may have used after its last checkpoint
 WANDB_UNWRITTEN = 500  # rows that may be in memory when W&B is killed: it writes 32 KB at a time
-# Columns of the ledger that are logged under the same name.
-ON_BOTH = ("loss", "lr", "grad_norm", "rows", "tokens", "labels", "weight")
 
 
 def join_run(trainer: L.Trainer, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -99,11 +98,12 @@ class WandbRun(Callback):
         rows = last_rows(self.folder / "ledger.csv", WANDB_UNWRITTEN)
         rows = [row for row in rows if row["restart"] == restarts and row["step"] < step]
         for row in rows:
-            values = {f"train/{name}": row[name] for name in ON_BOTH if name in row}
+            values = {name: row[name] for name in BY_MODULE} | step_values(row)
             axes = {"trainer/global_step": int(row["step"]), "tokens_seen": row["tokens_seen"]}
-            run.log({**values, **axes, "epoch": row["epoch"]})
+            named = {f"train/{name}": value for name, value in values.items()}
+            run.log({**named, **axes, "epoch": row["epoch"]})
         if rows:
-            for values in validations(self.folder / "metrics.csv", int(rows[0]["step"]), step):
+            for values in logged_between(self.folder / "metrics.csv", int(rows[0]["step"]), step):
                 run.log(values)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -137,13 +137,14 @@ def open_wandb(trainer: L.Trainer) -> None:
         _ = logger.experiment
 
 
-def validations(path: Path, first: int, last: int) -> list[dict[str, float]]:
-    """What ``metrics.csv`` holds of validations, as W&B gets it; none where there is no file.
+def logged_between(path: Path, first: int, last: int) -> list[dict[str, float]]:
+    """Validations and diagnoses in ``metrics.csv``, as W&B gets them; none where there is no file.
 
     Args:
         path: The file.
-        first: Optimizer steps done at the first one that is wanted.
-        last: At the last one.
+        first: Step of the first row that is wanted.
+        last: Of the last one. Validations count the steps that are done; diagnoses are of a step,
+            from 0, and so not of this one.
     """
     if not path.is_file():
         return []
@@ -151,8 +152,13 @@ def validations(path: Path, first: int, last: int) -> list[dict[str, float]]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             step = row.get("step") or ""
-            if row.get("val/loss") and step.isdigit() and first <= int(step) <= last:
-                values = {k: float(v) for k, v in row.items() if k.startswith("val/") and v}
+            # Only these have a value of their kind.
+            kinds = {"val/": row.get("val/loss"), "diagnosis/": row.get("diagnosis/verdict")}
+            kind = next((name for name, value in kinds.items() if value), None)
+            if kind is None or not step.isdigit():
+                continue
+            if first <= int(step) <= last - (kind == "diagnosis/"):
+                values = {k: float(v) for k, v in row.items() if k.startswith(kind) and v}
                 found.append({**values, "trainer/global_step": int(step)})
     return found
 

@@ -34,7 +34,7 @@ def test_steps_that_follow_their_sources_are_said_to(deal: str) -> None:
     found = diagnose(with_effect(run, sources, effect), sources=sources)
     (cause,) = (c for c in found.causes if c.cause == "source")
     moved = (sources.portion[run.step >= 100] @ np.array(effect)).var()
-    assert cause.share == pytest.approx(moved / found.std**2, rel=0.15)
+    assert cause.share == pytest.approx(moved / found.std**2, rel=0.25)
     low, high = re.search(r"about (\S+) nats in code, (\S+) in story", cause.says).groups()
     # The deviation of an estimate: a step's noise over the root of 500 steps that differ by 0.1.
     error = truth.unit / np.sqrt(500) / 0.1

@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from diagnosis.tallies import tally
 
+from dflash_lightning.batching import Batching
 from dflash_lightning.callbacks.ledger_file import LedgerFile
+from dflash_lightning.data.run_plan import RunPlan
+from dflash_lightning.data.store import RowStore
 from dflash_lightning.diagnosis.run import BUCKET_COLUMNS, STEP_COLUMNS, Run
 
 WHOLE = ("epoch", "skipped", "rows", "tokens", "padded_tokens", "anchors", "labels")
@@ -26,17 +31,26 @@ def write_ledger(run: Run, folder: Path) -> Path:
     Returns:
         The folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(CONFIG)
     starts = [*(first for first, _ in run.headers), len(run)]
     assert starts[0] == 0
     for (_, header), (first, end) in zip(run.headers, pairwise(starts), strict=True):
-        file = LedgerFile(folder, header, say=_complain)
-        file.resume(int(run.step[first]))
-        for at in range(first, end):
-            file.write(row_of(run, at))
-        file.close()
+        write_process(
+            run.take((run.step >= run.step[first]) & (run.step <= run.step[end - 1])),
+            folder,
+            header,
+        )
     return folder
+
+
+def write_process(run: Run, folder: Path, header: Mapping[str, Any]) -> None:
+    """What one process adds to a run folder; it cuts back what it trains anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    file = LedgerFile(folder, header, say=_complain)
+    file.resume(int(run.step[0]))
+    for at in range(len(run)):
+        file.write(row_of(run, at))
+    file.close()
 
 
 def row_of(run: Run, at: int) -> dict[str, Any]:
@@ -58,6 +72,99 @@ def _cell(value: float, *, whole: bool) -> float | int | None:
 
 def _complain(line: str) -> None:
     raise AssertionError(line)
+
+
+# -- a run on a store ------------------------------------------------------------------------------
+
+
+def run_on(
+    store: RowStore, *, epochs: int, world_size: int = 1, bad_row: int | None = None, seed: int = 0
+) -> Run:
+    """What a fit on a store might have met: its own plan, and row losses that are drawn.
+
+    Args:
+        store: The rows; all are trained on.
+        epochs: Of the run.
+        world_size: Ranks.
+        bad_row: A row that costs 6 nats more in every epoch.
+        seed: Of plan and losses.
+    """
+    rng = np.random.default_rng(seed)
+    batching = Batching(token_budget=2048, max_rows=4, num_buckets=2)
+    run = RunPlan(store.lengths, batching, seed=seed, world_size=world_size)
+    header = _header(run, store)
+    visits, sizes, counts = [], [], []
+    for epoch in range(epochs):
+        run.set_epoch(epoch, 0)
+        plan = run.plan
+        per_step = plan.batches.sizes.reshape(-1, world_size)
+        padded = plan.batches.sizes * plan.batching.padded(plan.longest)
+        visits.append(plan.batches.rows)
+        sizes.append(per_step.sum(1))
+        counts.append(
+            np.stack([np.full(len(per_step), epoch), padded.reshape(-1, world_size).sum(1)])
+        )
+    rows, per_step = np.concatenate(visits), np.concatenate(sizes)
+    step = np.repeat(np.arange(len(per_step)), per_step)
+    bucket = run.plan.row_buckets(rows)
+    weight = store.supervised[rows].astype(float)
+    loss = 2 + 3 / np.sqrt(1 + step / 20) + 0.3 * bucket + 0.2 * rng.standard_normal(len(rows))
+    loss += 6.0 * (rows == bad_row)
+    columns, buckets = tally(
+        step,
+        bucket,
+        rows,
+        weight * loss,
+        weight,
+        np.log(store.lengths[rows]),
+        shape=(len(per_step), run.plan.num_buckets),
+    )
+    epoch, padded = np.concatenate(counts, axis=1).astype(float)
+    columns |= {
+        "epoch": epoch,
+        "padded_tokens": padded,
+        "labels": np.bincount(step, weight),
+        "lr": np.full(len(epoch), 1e-3),
+        "tokens_seen": np.cumsum(columns["tokens"]),
+        "skipped": np.zeros(len(epoch)),
+        "restart": np.zeros(len(epoch)),
+    }
+    return Run(
+        name="planned",
+        kind="simulated",
+        headers=((0, header),),
+        step=np.arange(len(epoch)),
+        columns=columns,
+        buckets=buckets,
+    )
+
+
+def _header(run: RunPlan, store: RowStore) -> dict[str, Any]:
+    """What names the rows of a run that has not begun."""
+    plan = run.plan
+    weight = np.bincount(plan.row_buckets(np.arange(len(store))), store.supervised)
+    settings = {f"data.batching.{name}": value for name, value in asdict(run.batching).items()}
+    settings |= {
+        "data.batching.boundaries": list(plan.boundaries),
+        "data.seed": run.seed,
+        "data.store": store.fingerprint,
+        "data.val_fraction": 0.0,
+    }
+    return {
+        "format": 1,
+        "boundaries": list(plan.boundaries),
+        "weight_share": (weight / weight.sum()).tolist(),
+        "warmup_steps": 0,
+        "world_size": run.world_size,
+        "accumulate": 1,
+        "position": run.position(0).to_dict(),
+        "step": 0,
+        "settings": settings,
+        "store": str(store.path),
+        "order": run.batching.order,
+        "deal": run.batching.deal,
+        "plan": plan.fingerprint,
+    }
 
 
 # -- less than a ledger ----------------------------------------------------------------------------
