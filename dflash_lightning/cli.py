@@ -23,6 +23,7 @@ from dflash_lightning.callbacks import (
     Ledger,
     Preflight,
     ResumePoints,
+    RunDiagnosis,
     RunReport,
     TokenProgressBar,
     ValidateAtBothEnds,
@@ -131,6 +132,7 @@ class DFlashCLI(LightningCLI):
             }
         )
         parser.add_lightning_class_args(ResumePoints, "resume")
+        parser.add_class_arguments(RunDiagnosis, "diagnosis")
         parser.add_argument(
             "--preflight",
             type=bool,
@@ -211,7 +213,8 @@ class DFlashCLI(LightningCLI):
         callbacks: list[Callback] = [WandbRun(), ValidateAtBothEnds(), RunReport(), preflight]
         if self._get(config, "trainer")["enable_progress_bar"] is not False:
             callbacks.append(TokenProgressBar())
-        callbacks.append(Ledger())  # last: what others do is no part of a step
+        # What callbacks before the ledger do is part of a step; the diagnosis reads what it wrote.
+        callbacks += [Ledger(), self._get(config, "diagnosis")]
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         plugins = self._get(config, "trainer").get("plugins") or []
         plugins = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]

@@ -1,6 +1,7 @@
 """Callbacks: what a run does beside its steps, one file per concern."""
 
 from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from dflash_lightning.callbacks.diagnosis import RunDiagnosis
 from dflash_lightning.callbacks.ledger import Ledger
 from dflash_lightning.callbacks.preflight import Preflight
 from dflash_lightning.callbacks.progress import TokenProgressBar
@@ -16,6 +17,7 @@ __all__ = [
     "Ledger",
     "Preflight",
     "ResumePoints",
+    "RunDiagnosis",
     "RunReport",
     "Stopped",
     "TokenProgressBar",

@@ -1,7 +1,6 @@
 """The ledger writer: one row per optimizer step, and the same quantities for the loggers."""
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -11,8 +10,8 @@ from lightning.pytorch.callbacks import Callback
 
 from dflash_lightning.batching import EpochPlan
 from dflash_lightning.batching.cost import rank_work
-from dflash_lightning.budget import TargetSizes, target_sizes
 from dflash_lightning.batching.report import PlanReport
+from dflash_lightning.budget import TargetSizes, target_sizes
 from dflash_lightning.callbacks.ledger_file import LedgerFile
 from dflash_lightning.callbacks.rate import Rate, Stopwatch
 from dflash_lightning.callbacks.report import RunReport
@@ -179,9 +178,7 @@ def _plan_report(trainer: L.Trainer, data: DFlashDataModule) -> PlanReport:
     return next((report for report in made if report is not None), None) or data.report()
 
 
-def run_header(
-    module: DFlashModule, data: DFlashDataModule, report: PlanReport
-) -> dict[str, Any]:
+def run_header(module: DFlashModule, data: DFlashDataModule, report: PlanReport) -> dict[str, Any]:
     """What a reader of the ledger needs to know of the run; plain types.
 
     Position and settings let a later plan name the rows of every step that follows; store and

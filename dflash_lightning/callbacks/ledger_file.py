@@ -214,10 +214,9 @@ def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
 def _row_of(names: list[str], cells: list[str]) -> dict[str, Any]:
     """A line as numbers, those of buckets as lists under ``loss_k``, ``weight_k`` and so on."""
     row = {name: float(cell or "nan") for name, cell in zip(names, cells, strict=True)}
-    buckets = range((len(names) - len(COLUMNS)) // len(BUCKET_COLUMNS))
-    return {
-        **{name: row[name] for name in COLUMNS},
-        **{f"{name}_k": [row[f"{name}_{k}"] for k in buckets] for name in BUCKET_COLUMNS},
+    buckets = range(sum(name.startswith("loss_") for name in names))
+    return {name: row.get(name, math.nan) for name in COLUMNS} | {
+        f"{name}_k": [row.get(f"{name}_{k}", math.nan) for k in buckets] for name in BUCKET_COLUMNS
     }
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,15 @@ from dflash_lightning.data.sources import sources_of
 from dflash_lightning.data.step_text import row_table
 from dflash_lightning.data.steps import find_store, rows_of_step
 from dflash_lightning.data.store import write_json
-from dflash_lightning.diagnosis import Deviator, Run, deviators, diagnose, read_run, tops_of
+from dflash_lightning.diagnosis import (
+    Deviator,
+    Run,
+    Sources,
+    deviators,
+    diagnose,
+    read_run,
+    tops_of,
+)
 from dflash_lightning.figure import check_plot
 from dflash_lightning.table import Table, wrapped
 
@@ -57,7 +66,7 @@ def main(words: Sequence[str]) -> None:
 def _parser() -> ArgumentParser:
     parser = _Parser(
         prog="dflash-lightning diagnose",
-        description=f"Why does the loss of a run jump, and is it on track?\n\n{RUNS}",
+        description=f"Say why the loss of a run jumps, and whether it is on track.\n\n{RUNS}",
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -133,12 +142,29 @@ def _check_tokenizer(run: Run, options: Namespace) -> None:
 
 def _whole(run: Run, options: Namespace) -> None:
     """The diagnosis."""
-    found = diagnose(run, options.baseline, sources=sources_of(run, options.store))
+    sources, missing = _sources(run, options.store)
+    found = diagnose(run, options.baseline, sources=sources)
+    if missing:
+        found = replace(found, missing=(*found.missing, missing))
     sys.stdout.write(f"{found}\n")
     if options.json is not None:
         write_json(options.json, found.to_dict())
     if options.plot is not None:
         found.plot(options.plot)
+
+
+def _sources(run: Run, given: Path | None) -> tuple[Sources | None, str]:
+    """What steps drew of each source, or why it is not known where the run's store is there.
+
+    A store that was given has to be right. One that the run left behind may be damaged, or of
+    another version: the loss is explained without it.
+    """
+    if given is not None:
+        return sources_of(run, given), ""
+    try:
+        return sources_of(run), ""
+    except (OSError, ValueError) as error:
+        return None, f"the sources that steps drew: {' '.join(str(error).split())}"
 
 
 def _step(run: Run, options: Namespace) -> None:

@@ -136,7 +136,7 @@ def _bucket_table(step: "StepRows") -> Table:
     for k, bucket in enumerate(step.buckets):
         if not bucket.get("rows"):
             continue
-        span = f"({edges[k]:,}, {edges[k + 1]:,}]" if edges else ""
+        span = f"({edges[k]:,}, {edges[k + 1]:,}]" if k + 1 < len(edges) else ""
         share = bucket.get("weight", 0) / max(step.values.get("weight", 0), 1e-12)
         loss = f"{bucket['loss']:.4f}" if "loss" in bucket else "-"
         noise = f"{bucket['noise'] ** 0.5:.4f}" if "noise" in bucket else "-"

@@ -91,11 +91,12 @@ def spread(evidence: Evidence) -> list[Cause]:
     if len(steps.step) < 2 * WIDTH:
         return []
     square = _window_mean(np.minimum(np.square(evidence.z), 9.0))
-    wide = square > SPREAD * np.median(square)
+    square /= max(np.median(square), 1e-12)
+    wide = square > SPREAD
     rows = _noisier(_window_mean(evidence.own_ratio))
     found = []
     for flags, ratio, what in (
-        (wide & ~rows, square / np.median(square), "and its rows do not explain it"),
+        (wide & ~rows, square, "and its rows do not explain it"),
         (rows, evidence.own_ratio, "and its rows do: their own losses differ more"),
     ):
         if flags.any():

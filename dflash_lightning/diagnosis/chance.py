@@ -20,6 +20,7 @@ from dflash_lightning.diagnosis.variance import Decomposition
 LAGS = 10
 POWER = 2.8  # standard errors
 APART = 7.85  # (1.96 + 0.84)^2
+TWICE = "twice the rows a step"
 
 
 def chance_of(
@@ -78,7 +79,9 @@ def _changes(taken: Decomposition, header: Mapping[str, object]) -> dict[str, fl
     """Predicted deviation from step to step under what one could change."""
     mix, noise, rest = taken.parts
     fixed = noise + rest
-    changes = {"now": mix + fixed, "twice the rows a step": mix + fixed / 2}
+    changes = {"now": mix + fixed}
+    if not taken.confounded:
+        changes[TWICE] = mix + fixed / 2
     dealt = stratified_mix(taken, header)
     if dealt is not None and dealt < mix:
         changes["batching.deal=stratified"] = dealt + fixed

@@ -1,12 +1,14 @@
 """The model of a curve: one trend for all length buckets, and an offset for each.
 
-    loss_k(t) = f(t) + b_k + d_k x(t) + beta (length_k(t) - its bucket's mean) + error
+    loss_k(t) = f(t) + b_k + d_k x(t) + beta_k (length_k(t) - its bucket's mean) + error
 
 f is a cubic B-spline in log(step + 100), with one step regressor for each epoch edge and restart
 (without it, memorisation would look like unexplained variance); x is linear on the same clock, and
-kept where BIC wants it. The offsets sum to zero under the data set's weight shares, so that f is
-the mix-adjusted curve. All buckets are fitted jointly by weighted least squares, with variances
-that are pooled over the run: a step's own variance depends on the loss that it would weigh.
+kept where BIC wants it. Batches differ in length inside a bucket too, most of all where steps hold
+neighbours in length; loss bends with length, so each bucket has a slope of its own. The offsets sum
+to zero under the data set's weight shares, so that f is the mix-adjusted curve. All buckets are
+fitted jointly by weighted least squares, with variances that are pooled over the run: a step's own
+variance depends on the loss that it would weigh.
 
 Assumption: errors of different rows are independent given trend and bucket. What they share within
 a step is left over as *rest* (:mod:`dflash_lightning.diagnosis.variance`).
@@ -34,7 +36,7 @@ class Design:
         common: Regressors that all buckets of a step share, float64 ``[T, a]``: the trend, then
             the edges, then what was added.
         own: Regressors that differ between buckets, float64 ``[T, K, z]``: offsets, their drift
-            where there is one, the length inside the bucket.
+            where there is one, lengths inside the buckets.
         edges: Columns of ``common`` that are edges.
         edges_at: Positions of these edges.
         extra: Columns of ``common`` that were added.
@@ -132,7 +134,7 @@ def _design(steps: Steps, knots: Floats, extra: Floats | None, *, drift: bool) -
         own.append(x[:, None, None] * contrast)
         num_offsets *= 2
     if steps.has_length:
-        own.append(steps.inner_length[:, :, None])
+        own.append(steps.inner_length[:, :, None] * np.eye(steps.num_buckets))
     ends = np.cumsum([part.shape[1] for part in parts])
     return Design(
         common=np.hstack(parts),
@@ -168,7 +170,7 @@ def _solve(steps: Steps, design: Design) -> Fit:
     """Weighted least squares by the normal equations, whose blocks need no ``[T * K, P]``."""
     weights, losses = steps.precision, np.where(steps.precision > 0, steps.loss_k, 0.0)
     common, own = design.common, design.own
-    flat = own.reshape(-1, own.shape[2])
+    flat = own.reshape(own.shape[0] * own.shape[1], own.shape[2])
     weighted = flat * weights.reshape(-1, 1)
     cross = common.T @ weighted.reshape(own.shape).sum(1)
     normal = np.block(

@@ -109,9 +109,8 @@ def _level(diagnosis: Diagnosis) -> list[str]:
     lines = [diagnosis.state] if diagnosis.state else []
     if diagnosis.mix_adjusted is not None:
         value, low, high = diagnosis.mix_adjusted
-        lines.append(
-            f"Mix-adjusted loss of the last 50 steps: {value:.3f} [{low:.3f}, {high:.3f}]."
-        )
+        named = "Mix-adjusted loss" if diagnosis.shares["mix"] is not None else "Loss"
+        lines.append(f"{named} of the last 50 steps: {value:.3f} [{low:.3f}, {high:.3f}].")
     return [piece for line in lines for piece in _hanging("", line, 2)]
 
 

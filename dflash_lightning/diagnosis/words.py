@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflash_lightning.diagnosis.chance import stratified_mix
+from dflash_lightning.diagnosis.chance import TWICE, stratified_mix
 from dflash_lightning.diagnosis.result import Cause, Chance, Comparison, Share
 from dflash_lightning.diagnosis.run import Run
 from dflash_lightning.diagnosis.variance import Decomposition
@@ -143,7 +143,9 @@ def remedy(run: Run, taken: Decomposition, because: str, chance: Chance) -> str:
     if dealt is None and taken.shares[0].share > NOTABLE and _stratifiable(run):
         return f"Smoother steps without more padding: {STRATIFIED}."
     mix, _, rest = taken.shares
-    if taken.confounded or rest.low > 0:
+    if taken.confounded:
+        return "Nothing that this source can tell speaks against it."
+    if rest.low > 0:
         return ""
     by = (
         "length mix and sampling noise explain"
@@ -189,7 +191,7 @@ def _share_reasons(run: Run, taken: Decomposition, chance: Chance) -> list[str]:
             f"the loss scatters as its rows do ({100 * noise.share:.0f} % of its variance). Means: "
             f"just randomness of sampling. Tell: {_rest_is(rest)}. Do: nothing, or average "
             f"{_steps(chance.average_adjusted)} to read the curve to +-{chance.delta:.2g}; twice "
-            f"the rows a step make the deviation {chance.changes['twice the rows a step']:.2g}."
+            f"the rows a step make the deviation {chance.changes[TWICE]:.2g}."
         )
     if rest.low > 0 and not taken.confounded:
         seen = f"{100 * rest.share:.0f} % of the variance is unexplained"

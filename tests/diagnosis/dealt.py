@@ -135,7 +135,9 @@ def recorded_rows(rng: np.random.Generator, layout: Layout, file: Path) -> DataS
 
     The buckets hold equally many recorded rows. Their variance is that of the finite population
     in the linearised ratio: the mean square of ``n_i`` times the residual is the same for all rows
-    of a bucket, so a row's own variance goes with ``1 / n_i^2``.
+    of a bucket, so a row's own variance goes with ``1 / n_i^2``. Lengths are shuffled among a
+    bucket's rows: in the order of their lengths, as batches are dealt, the many copies of a
+    recorded row would meet, and their losses are the same.
 
     Args:
         rng: Random numbers.
@@ -153,13 +155,14 @@ def recorded_rows(rng: np.random.Generator, layout: Layout, file: Path) -> DataS
     drawn = np.concatenate(
         [rng.choice(np.flatnonzero(of_recorded == i), wanted[i]) for i in range(k)]
     )
-    bucket, n, length = of_recorded[drawn], n[drawn], length[drawn]
+    drawn_lengths = length[drawn[np.lexsort((rng.random(drawn.size), of_recorded[drawn]))]]
+    bucket, n = of_recorded[drawn], n[drawn]
     residual = centred(loss[drawn], bucket, n)
     square = np.bincount(bucket, (n * residual) ** 2) / np.bincount(bucket)
     deviation = np.sqrt(square)[bucket] / n
     edges = np.rint(np.exp([*inner, length.max()])).astype(int)
     boundaries = (0, *(int(edge) for edge in edges))
-    return DataSet(boundaries, bucket, length, n, deviation, residual / deviation, 1.0)
+    return DataSet(boundaries, bucket, drawn_lengths, n, deviation, residual / deviation, 1.0)
 
 
 def draw_steps(

@@ -14,7 +14,7 @@ from dflash_lightning.batching import Batching
 from dflash_lightning.callbacks.ledger_file import LedgerFile
 from dflash_lightning.data.run_plan import RunPlan
 from dflash_lightning.data.store import RowStore
-from dflash_lightning.diagnosis.run import BUCKET_COLUMNS, STEP_COLUMNS, Run
+from dflash_lightning.diagnosis.run import BUCKET_COLUMNS, STEP_COLUMNS, Floats, Run
 
 WHOLE = ("epoch", "skipped", "rows", "tokens", "padded_tokens", "anchors", "labels")
 WHOLE += ("tokens_seen", "top_row", "restart")
@@ -78,15 +78,20 @@ def _complain(line: str) -> None:
 
 
 def run_on(
-    store: RowStore, *, epochs: int, world_size: int = 1, bad_row: int | None = None, seed: int = 0
+    store: RowStore,
+    *,
+    epochs: int,
+    harder: Floats | None = None,
+    world_size: int = 1,
+    seed: int = 0,
 ) -> Run:
     """What a fit on a store might have met: its own plan, and row losses that are drawn.
 
     Args:
         store: The rows; all are trained on.
         epochs: Of the run.
+        harder: What each row costs more than others of its bucket in nats, ``[rows]``.
         world_size: Ranks.
-        bad_row: A row that costs 6 nats more in every epoch.
         seed: Of plan and losses.
     """
     rng = np.random.default_rng(seed)
@@ -109,7 +114,7 @@ def run_on(
     bucket = run.plan.row_buckets(rows)
     weight = store.supervised[rows].astype(float)
     loss = 2 + 3 / np.sqrt(1 + step / 20) + 0.3 * bucket + 0.2 * rng.standard_normal(len(rows))
-    loss += 6.0 * (rows == bad_row)
+    loss += 0 if harder is None else harder[rows]
     columns, buckets = tally(
         step,
         bucket,

@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from training.restarts import (
     RECORD,
@@ -19,6 +20,8 @@ from training.test_kill import final, ledger, link, recipe, run_links
 from training.wandb_file import history
 
 from dflash_lightning.data.store import RowStore
+from dflash_lightning.diagnosis import read_run
+from dflash_lightning.diagnosis.run import BUCKET_COLUMNS
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +57,37 @@ def test_lg_01_nothing_that_a_run_logged_is_lost_after_a_restart(logged: Path) -
         assert losses[step][-1] == pytest.approx(loss, rel=1e-5)
     validations = {row["trainer/global_step"] for row in rows if "val/loss" in row}
     assert len(validations) == 4
+
+
+@pytest.mark.ddp
+def test_lg_01_what_a_kill_took_from_wandb_is_logged_again_as_far_as_the_ledger_tells(
+    logged: Path,
+) -> None:
+    ledger, online = read_run(logged / "runs" / "version_0"), read_run(logged / "wandb")
+    assert online.step.tolist() == ledger.step.tolist()
+    for name in (
+        "lr",
+        "grad_norm",
+        "weight",
+        "rows",
+        "top_row",
+        "top_share",
+        "top_pull",
+        "restart",
+    ):
+        np.testing.assert_allclose(online.column(name), ledger.column(name), rtol=2e-6)
+    assert online.num_buckets == ledger.num_buckets == 2
+    for name in BUCKET_COLUMNS:
+        np.testing.assert_allclose(online.bucket(name), ledger.bucket(name), rtol=2e-6)
+    _, rows = history(logged)
+    killed = {row["trainer/global_step"] for row in rows if "train/accuracy" not in row}
+    assert killed >= {4, 5, 6, 7}, "these were lost, and are what is checked here"
+    whole = next(row for row in rows if "train/accuracy" in row)
+    again = [r for r in rows if "train/accuracy" not in r and "train/loss" in r]
+    lacking = {"train/accuracy", "train/padding_fraction", "train/skipped_steps"}
+    lacking |= {"train/eta_hours", "train/rank_waiting"}
+    for row in again:
+        assert {name for name in whole if name not in row} == lacking
 
 
 @pytest.mark.ddp
