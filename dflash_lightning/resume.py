@@ -14,6 +14,7 @@ from dflash_lightning.checkpoints import (
     record_of,
 )
 from dflash_lightning.data.datamodule import DFlashDataModule
+from dflash_lightning.data.loops import keep_step_axis
 from dflash_lightning.data.run_plan import Position
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.functional.optimizer import set_rates
@@ -171,6 +172,10 @@ class ResumableModule(L.LightningModule):
                 betas=self.betas,
                 weight_decay=self.weight_decay,
             )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Log the step under its own number."""
+        keep_step_axis(self.trainer)
 
     def check_ranks_agree(self) -> None:
         """Refuse ranks that go on from different files: DDP would align nothing but weights.

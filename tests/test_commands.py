@@ -69,6 +69,7 @@ OPTIONS = {
         "--sort_window --deal --cost_budget --cost_knee --world_size --accumulate --seed "
         "--val_fraction --timings --json --plot"
     ),
+    "diagnose": "RUN --baseline --step --rows --plot --json --store --tokenizer",
     "export": "ckpt folder --dtype",
     "decode": "--drafter --target --prompts --max_new_tokens --json",
 }
@@ -161,7 +162,7 @@ def test_the_blocker_blocks() -> None:
 def test_every_public_name_is_there() -> None:
     promised = """
         DFlashDataModule DFlashModule DrafterConfig Drafter HFTarget Batching EpochPlan plan_epoch
-        speculative_generate export_drafter load_drafter
+        speculative_generate export_drafter load_drafter diagnose
         """
     assert set(promised.split()) <= set(dflash_lightning.__all__)
     for name in dflash_lightning.__all__:

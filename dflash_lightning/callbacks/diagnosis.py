@@ -13,10 +13,8 @@ from dflash_lightning.callbacks.ledger import Ledger
 from dflash_lightning.callbacks.rate import Stopwatch
 from dflash_lightning.callbacks.run import callbacks_of, run_folder, say
 from dflash_lightning.diagnosis import Deviator, Diagnosis, deviators, diagnose, read_run, tops_of
-from dflash_lightning.diagnosis.judge import ALARMS, LATE_ALARMS, WATCHED
 
 VERDICTS = {"ON TRACK": 0, "WATCH": 1, "INVESTIGATE": 2}
-DECIDES = {"WATCH": WATCHED, "INVESTIGATE": (*ALARMS, *LATE_ALARMS)}  # causes, by verdict
 FIRST_SECONDS = 0.1  # that the first diagnosis is expected to take
 ROWS = 20  # of the table
 TABLE = ("row", "times", "distance", "pull", "far", "last steps")
@@ -184,8 +182,7 @@ def is_judged(found: Diagnosis) -> bool:
 
 def because(found: Diagnosis) -> str:
     """What decided a verdict other than ON TRACK, in a few words."""
-    deciding = [c.says for c in found.causes if c.cause in DECIDES[found.verdict]]
     rest = found.shares["rest"]
-    if deciding or rest is None:
-        return next(iter(deciding), "see its reasons")
-    return f"{100 * rest.share:.0f} % of the variance is unexplained"
+    if found.because == "rest" and rest is not None:
+        return f"{100 * rest.share:.0f} % of the variance is unexplained"
+    return next(cause.says for cause in found.causes if cause.cause == found.because)

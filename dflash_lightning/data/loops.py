@@ -26,6 +26,14 @@ def tell_epoch_length(trainer: L.Trainer, num_batches: int) -> None:
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
+def keep_step_axis(trainer: L.Trainer) -> None:
+    """Make loggers' steps those of the optimizer, from 0; call it before each batch.
+
+    Lightning counts them apart, and one too many where the rest of an epoch is dealt anew.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
 def mend_progress(checkpoint: dict[str, Any], position: Position, first_batch: int) -> None:
     """Make the loops of a checkpoint agree with the plan that goes on.
 
@@ -54,4 +62,3 @@ def mend_progress(checkpoint: dict[str, Any], position: Position, first_batch: i
         batches["current"][name] = first_batch
         batches["total"][name] = batches["total"]["ready"]
     batches["is_last_batch"] = False
-    loop["epoch_loop.state_dict"]["_batches_that_stepped"] = checkpoint["global_step"]

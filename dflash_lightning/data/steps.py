@@ -173,8 +173,8 @@ def _untold(run: Run, header: Mapping[str, Any], *, begun: int, step: int) -> st
     """What a header does not say of the plan of a step; empty where it says all."""
     if not header.keys() >= NEEDED:
         return (
-            f"The rows are not named: {run.kind} does not say how they were planned; a run folder "
-            "with its ledger.csv does."
+            f"The rows are not named: a {run.kind} like this one does not say how they were "
+            "planned; the header of a ledger.csv that fit writes does."
         )
     if begun > step:
         return (

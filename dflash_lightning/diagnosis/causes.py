@@ -18,7 +18,7 @@ from dflash_lightning.diagnosis.variance import Decomposition
 
 EDGE_ERRORS = 3.5  # standard errors of a drop at epoch edges
 WIDTH = 50  # steps of a window in which spread is judged
-SPREAD = 2.0  # times its median
+SPREAD, STRETCH = 2.0, 10  # times its median; for so many steps on end
 CHANCE = 1e-5  # of a period
 BLOCK = 25  # steps of a mean that shows divergence
 RISE_ERRORS, RISE_NOISE, RISE_SHARE = 9.0, 2.4, 0.02
@@ -52,7 +52,7 @@ class Evidence:
     def z(self) -> Floats:
         """Standardised residuals of the window, float64 ``[T]``."""
         taken = self.taken
-        expected = taken.steps.pooled_noise * moving_mean(self.own_ratio, 51)
+        expected = taken.steps.pooled_noise * np.maximum(moving_mean(self.own_ratio, 51), 1e-6)
         left = 1 - np.minimum(taken.eaten / taken.steps.pooled_noise, 0.9)
         return taken.residual / np.sqrt(expected * left)
 
@@ -99,8 +99,8 @@ def spread(evidence: Evidence) -> list[Cause]:
         (wide & ~rows, square, "and its rows do not explain it"),
         (rows, evidence.own_ratio, "and its rows do: their own losses differ more"),
     ):
-        if flags.any():
-            first, last = max(runs_of(flags), key=lambda run: run[1] - run[0])
+        first, last = max(runs_of(flags), key=lambda run: run[1] - run[0], default=(0, -1))
+        if last - first + 1 >= STRETCH:
             times = float(ratio[first : last + 1].mean())
             at = int(steps.step[first]), int(steps.step[last])
             says = f"the loss scatters {times:.1f} times as much (variance) from step "
@@ -199,9 +199,7 @@ def non_finite(run: Run) -> list[Cause]:
     if not bad.any():
         return []
     at = run.step[bad]
-    says = (
-        f"{len(at):,} steps with a loss or gradient that is not finite; their updates are skipped"
-    )
+    says = f"{len(at):,} steps with a loss or gradient that is not finite"
     return [Cause(cause="non_finite", steps=tuple(int(x) for x in at[:20]), says=says)]
 
 

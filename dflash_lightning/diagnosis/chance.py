@@ -11,9 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dflash_lightning.diagnosis.causes import Evidence
-from dflash_lightning.diagnosis.model import Fit
 from dflash_lightning.diagnosis.result import Chance
-from dflash_lightning.diagnosis.run import Floats
 from dflash_lightning.diagnosis.statistics import chi_squared_tail, lag_correlation
 from dflash_lightning.diagnosis.variance import Decomposition
 
@@ -63,16 +61,10 @@ def _steps(variance: float, delta: float) -> int:
 
 def trend_of_a_tenth(evidence: Evidence) -> float:
     """How far the mix-adjusted curve moved over the last tenth of the run, nats."""
-    curve = trend(evidence.taken.fit)
+    curve = evidence.taken.fit.trend
     back = min(max(len(evidence.run) // 10, 1), len(curve) - 1)
     moved = abs(float(curve[-1] - curve[-1 - back]))
     return max(moved, 1e-3)
-
-
-def trend(fit: Fit) -> Floats:
-    """The mix-adjusted curve, float64 ``[T]``."""
-    common = fit.design.common
-    return common @ fit.coefficients[: common.shape[1]]
 
 
 def _changes(taken: Decomposition, header: Mapping[str, object]) -> dict[str, float]:

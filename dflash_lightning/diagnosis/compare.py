@@ -122,7 +122,7 @@ def _standardised(taken: Decomposition, chosen: Bools, share: Floats) -> tuple[f
     """Mean of the curve under given shares over a stretch, and its variance."""
     design = taken.fit.design
     regressors = design.mixed(np.broadcast_to(share, taken.steps.portion.shape))[chosen]
-    regressors[:, taken.fit.num_common + design.offsets.stop :] = 0.0  # at the bucket's own length
+    regressors[:, design.offsets.stop :] = 0.0  # at the bucket's own length
     mean = regressors.mean(0, keepdims=True)
     variance = float(taken.fit.variance(mean)[0]) * taken.inflation
     return float(taken.fit.curve(mean)[0]), variance

@@ -15,7 +15,7 @@ from dflash_lightning.diagnosis.causes import (
     restart,
     spread,
 )
-from dflash_lightning.diagnosis.chance import chance_of, trend
+from dflash_lightning.diagnosis.chance import chance_of
 from dflash_lightning.diagnosis.compare import compare, pair
 from dflash_lightning.diagnosis.ledger import read_run
 from dflash_lightning.diagnosis.peak import learning_rate, warmup_end
@@ -64,7 +64,7 @@ def diagnose(
     window = choose_window(run)
     found = [*non_finite(run), *restart(run)]
     if (window & usable(run)).sum() < ENOUGH:
-        return _too_early(run, found)
+        return _too_early(run, found, other)
     evidence = gather(run, window)
     causes, lacking = _causes(evidence, sources)
     comparison, spread_of, same_plan = _compared(run, other)
@@ -91,6 +91,7 @@ def diagnose(
         state=words.state(run, warmup_end(run), judged=judged),
         remedy=words.remedy(run, taken, because, chance),
         curves=curves_of(run, evidence),
+        because=because,
         baseline=None if other is None else (other.name, _curves_alone(other)),
     )
 
@@ -199,7 +200,7 @@ def _last(taken: Decomposition) -> Interval:
     """Mean of the last 50 steps of the mix-adjusted curve."""
     fit = taken.fit
     mean = np.zeros(len(fit.coefficients))
-    mean[: fit.num_common] = fit.design.common[-LAST:].mean(0)
+    mean[: fit.design.offsets.start] = fit.design.common[-LAST:].mean(0)
     value = float(mean @ fit.coefficients)
     half = 1.96 * float(np.sqrt(fit.variance(mean[None])[0] * taken.inflation))
     return Interval(value, value - half, value + half)
@@ -219,7 +220,7 @@ def curves_of(run: Run, evidence: Evidence) -> Curves:
         loss=kept.loss,
         adjusted=evidence.adjusted,
         window=(first, first + len(taken.steps.step) - 1),
-        trend=trend(taken.fit),
+        trend=taken.fit.trend,
         noise=np.sqrt(taken.steps.pooled_noise * moving_mean(evidence.own_ratio, 51)),
         bucket_names=named or tuple(f"bucket {k}" for k in range(run.num_buckets)),
         bucket_loss=kept.bucket("loss"),
@@ -263,12 +264,12 @@ def _bare_curves(run: Run) -> Curves:
     )
 
 
-def _too_early(run: Run, causes: list[Cause]) -> Diagnosis:
+def _too_early(run: Run, causes: list[Cause], other: Run | None) -> Diagnosis:
     """What can be said of a run with too few steps."""
     count = int(usable(run).sum())
     alarm = any(cause.cause in ALARMS for cause in causes)
     needed = f"it takes about {ENOUGH + EARLY} steps with a finite loss, there are {count}"
-    missing = (*run.missing, f"everything else: {needed}")
+    missing = (*run.missing, f"{'all else, the comparison too' if other else 'all else'}: {needed}")
     first = int(run.step[0]) if len(run) else 0
     return Diagnosis(
         name=run.name,
@@ -285,6 +286,8 @@ def _too_early(run: Run, causes: list[Cause]) -> Diagnosis:
         reasons=(),
         facts={},
         state="Too early to judge.",
-        remedy="Let it train on, and ask again.",
+        remedy=words.does("non_finite") if alarm else "Let it train on, and ask again.",
         curves=_bare_curves(run),
+        because="non_finite" if alarm else "",
+        baseline=None if other is None else (other.name, _curves_alone(other)),
     )

@@ -1,21 +1,21 @@
 """The model of a curve: one trend for all length buckets, and an offset for each.
 
-    loss_k(t) = f(t) + b_k + d_k x(t) + beta_k (length_k(t) - its bucket's mean) + error
+    loss_k(t) = f(t) + b_k + d_k x(t) + g_k(length_k(t) - its bucket's mean) + error
 
 f is a cubic B-spline in log(step + 100), with one step regressor for each epoch edge and restart
-(without it, memorisation would look like unexplained variance); x is linear on the same clock, and
-kept where BIC wants it. Batches differ in length inside a bucket too, most of all where steps hold
-neighbours in length; loss bends with length, so each bucket has a slope of its own. The offsets sum
-to zero under the data set's weight shares, so that f is the mix-adjusted curve. All buckets are
-fitted jointly by weighted least squares, with variances that are pooled over the run: a step's own
-variance depends on the loss that it would weigh.
+(without it, memorisation would look like unexplained variance). The offsets b_k sum to zero under
+the data set's weight shares, so that f is the mix-adjusted curve. g_k is what length does inside a
+bucket, where steps hold neighbours in length: a slope for each bucket. What BIC wants is added: x,
+linear on the clock of f, for offsets that drift, and square and cube of the length, because loss
+bends with length. All buckets are fitted jointly by weighted least squares, with variances that are
+pooled over the run: a step's own variance depends on the loss that it would weigh.
 
 Assumption: errors of different rows are independent given trend and bucket. What they share within
 a step is left over as *rest* (:mod:`dflash_lightning.diagnosis.variance`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,34 +25,51 @@ from dflash_lightning.diagnosis.run import Floats
 from dflash_lightning.diagnosis.spline import clock, even_knots, spline_basis
 
 MOST_EDGES = 20  # more share one coefficient: each of them would take few steps to itself
+DEGREES = 3  # of the length inside a bucket, at most
 CLEARANCE = 8  # steps that an edge needs on either side
 
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """Regressors of the bucket losses; ``P`` = a + z coefficients.
+    """Regressors of the bucket losses, in the order of the ``P`` coefficients.
+
+    Those of offsets and lengths are kept by what they are made of: as a matrix of ``[T * K, P]``
+    they would be zero nearly everywhere.
 
     Args:
         common: Regressors that all buckets of a step share, float64 ``[T, a]``: the trend, then
             the edges, then what was added.
-        own: Regressors that differ between buckets, float64 ``[T, K, z]``: offsets, their drift
-            where there is one, lengths inside the buckets.
+        contrast: A basis of the offsets, float64 ``[K, K - 1]``.
+        clocks: What multiplies the contrasts, float64 ``[T, c]``: 1, and x where offsets drift.
+        bent: Powers of the length inside each bucket, float64 ``[T, K, d]``.
         edges: Columns of ``common`` that are edges.
         edges_at: Positions of these edges.
         extra: Columns of ``common`` that were added.
-        offsets: Columns of ``own`` that make ``b_k(t)``.
     """
 
     common: Floats
-    own: Floats
+    contrast: Floats
+    clocks: Floats
+    bent: Floats
     edges: slice
     edges_at: tuple[int, ...]
     extra: slice
-    offsets: slice
+
+    @property
+    def offsets(self) -> slice:
+        """Coefficients that make ``b_k(t)``."""
+        first = self.common.shape[1]
+        return slice(first, first + self.clocks.shape[1] * self.contrast.shape[1])
+
+    def mixed_offsets(self, portion: Floats) -> Floats:
+        """Regressors of a mixture's offset alone, by portions ``[T, K]``: ``[T, c (K - 1)]``."""
+        mixed = portion @ self.contrast
+        return np.hstack([clock[:, None] * mixed for clock in self.clocks.T])
 
     def mixed(self, portion: Floats) -> Floats:
         """Regressors of a mixture of buckets, by portions ``[T, K]``: float64 ``[T, P]``."""
-        return np.hstack([self.common, np.einsum("tk,tkz->tz", portion, self.own)])
+        bent = (portion[:, :, None] * self.bent).reshape(len(portion), -1)
+        return np.hstack([self.common, self.mixed_offsets(portion), bent])
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +91,10 @@ class Fit:
     squares: float
 
     @property
-    def num_common(self) -> int:
-        """Coefficients that all buckets share."""
-        return self.design.common.shape[1]
+    def trend(self) -> Floats:
+        """The mix-adjusted curve, float64 ``[T]``."""
+        common = self.design.common
+        return common @ self.coefficients[: common.shape[1]]
 
     def curve(self, regressors: Floats) -> Floats:
         """Values at regressors ``[T, P]``."""
@@ -88,14 +106,16 @@ class Fit:
 
     def bucket_variance(self, k: int) -> Floats:
         """Estimation variance of a bucket's curve, float64 ``[T]``."""
-        return self.variance(np.hstack([self.design.common, self.design.own[:, k]]))
+        alone = np.zeros(self.residuals.shape)
+        alone[:, k] = 1.0
+        return self.variance(self.design.mixed(alone))
 
     @cached_property
     def offset(self) -> Floats:
         """Each bucket's offset from the trend, ``b_k + d_k x(t)``: float64 ``[T, K]``."""
-        offsets = self.design.offsets
-        own = self.coefficients[self.num_common :]
-        return self.design.own[:, :, offsets] @ own[offsets]
+        design = self.design
+        by_clock = self.coefficients[design.offsets].reshape(design.clocks.shape[1], -1)
+        return design.clocks @ by_clock @ design.contrast.T
 
 
 def fit_curve(steps: Steps, knots: Floats | None = None, extra: Floats | None = None) -> Fit:
@@ -107,43 +127,63 @@ def fit_curve(steps: Steps, knots: Floats | None = None, extra: Floats | None = 
         extra: Further regressors that all buckets share, float64 ``[T, M]``.
 
     Returns:
-        The fit, with drifting offsets where BIC prefers them.
+        The fit, with drifting offsets and bent lengths where BIC prefers them.
     """
     if knots is None:
         knots = even_knots(steps.step[0], steps.step[-1], steps=len(steps.step))
-    plain = _solve(steps, _design(steps, knots, extra, drift=False))
-    if steps.num_buckets == 1:
-        return plain
-    drifting = _solve(steps, _design(steps, knots, extra, drift=True))
+    fit = _solve(steps, _design(steps, knots, extra, drift=False, degree=1))
+    drifts = False
+    if steps.num_buckets > 1:
+        drifting = _solve(steps, _design(steps, knots, extra, drift=True, degree=1))
+        drifts = _is_better(steps, drifting, fit)
+        fit = drifting if drifts else fit
+    for degree in range(2, DEGREES + 1) if steps.has_length else ():
+        bent = _solve(steps, _design(steps, knots, extra, drift=drifts, degree=degree))
+        if not _is_better(steps, bent, fit):
+            break
+        fit = bent
+    return fit
+
+
+def _is_better(steps: Steps, longer: Fit, shorter: Fit) -> bool:
+    """Whether more coefficients are worth it (Schwarz, 1978)."""
     count = int((steps.precision > 0).sum())
-    gain = count * np.log(plain.squares / max(drifting.squares, 1e-300))
-    return drifting if gain > (steps.num_buckets - 1) * np.log(count) else plain
+    more = len(longer.coefficients) - len(shorter.coefficients)
+    gain = count * np.log(shorter.squares / max(longer.squares, 1e-300))
+    return bool(gain > more * np.log(count))
 
 
-def _design(steps: Steps, knots: Floats, extra: Floats | None, *, drift: bool) -> Design:
+def _design(
+    steps: Steps, knots: Floats, extra: Floats | None, *, drift: bool, degree: int
+) -> Design:
     time = clock(steps.step)
     trend = spline_basis(np.clip(time, knots[0], knots[-1]), knots)
     edges_at = told_apart(steps.edges, len(time))
     edges = edge_regressors(edges_at, len(time))
     parts = [trend, edges, np.empty((len(time), 0)) if extra is None else extra]
-    contrast = _contrasts(steps.share)
-    num_offsets = contrast.shape[1]
-    own = [np.broadcast_to(contrast, (len(time), *contrast.shape))]
-    if drift:
-        x = 2 * (time - time[0]) / max(time[-1] - time[0], 1e-12) - 1
-        own.append(x[:, None, None] * contrast)
-        num_offsets *= 2
-    if steps.has_length:
-        own.append(steps.inner_length[:, :, None] * np.eye(steps.num_buckets))
     ends = np.cumsum([part.shape[1] for part in parts])
+    x = 2 * (time - time[0]) / max(time[-1] - time[0], 1e-12) - 1
+    powers = range(1, degree + 1) if steps.has_length else ()
     return Design(
         common=np.hstack(parts),
-        own=np.concatenate(own, axis=2),
+        contrast=_contrasts(steps.share),
+        clocks=np.stack([np.ones(len(time)), x] if drift else [np.ones(len(time))], axis=1),
+        bent=np.stack([_bent(steps, power) for power in powers], axis=2)
+        if powers
+        else np.empty((*steps.precision.shape, 0)),
         edges=slice(ends[0], ends[1]),
         edges_at=edges_at,
         extra=slice(ends[1], ends[2]),
-        offsets=slice(0, num_offsets),
     )
+
+
+def _bent(steps: Steps, power: int) -> Floats:
+    """A power of the inner length of each bucket, around its mean: float64 ``[T, K]``."""
+    values = steps.inner_length**power
+    weights = steps.precision
+    mean = (weights * values).sum(0) / np.maximum(weights.sum(0), 1e-300)
+    known = steps.inner_length != 0
+    return np.where(known, values - mean, 0.0)
 
 
 def told_apart(edges: Sequence[int], length: int) -> tuple[int, ...]:
@@ -167,26 +207,45 @@ def _contrasts(share: Floats) -> Floats:
 
 
 def _solve(steps: Steps, design: Design) -> Fit:
-    """Weighted least squares by the normal equations, whose blocks need no ``[T * K, P]``."""
+    """Weighted least squares by the normal equations."""
     weights, losses = steps.precision, np.where(steps.precision > 0, steps.loss_k, 0.0)
-    common, own = design.common, design.own
-    flat = own.reshape(own.shape[0] * own.shape[1], own.shape[2])
-    weighted = flat * weights.reshape(-1, 1)
-    cross = common.T @ weighted.reshape(own.shape).sum(1)
-    normal = np.block(
-        [
-            [common.T @ (common * weights.sum(1, keepdims=True)), cross],
-            [cross.T, flat.T @ weighted],
-        ]
-    )
-    right = np.concatenate([common.T @ (weights * losses).sum(1), weighted.T @ losses.reshape(-1)])
+    normal, right = _normal(design, weights, losses)
     # Scaled to a unit diagonal, so that what cannot be told apart shows against rounding.
     scale = 1 / np.sqrt(np.maximum(np.diag(normal), 1e-300))
     inverse = np.linalg.pinv(normal * np.outer(scale, scale), rcond=1e-10, hermitian=True)
     covariance = inverse * np.outer(scale, scale)
-    coefficients = covariance @ right
-    fitted = (common @ coefficients[: common.shape[1]])[:, None]
-    fitted = fitted + own @ coefficients[common.shape[1] :]
+    fit = Fit(design, covariance @ right, covariance, losses, 0.0)
+    by_power = fit.coefficients[design.offsets.stop :].reshape(steps.num_buckets, -1)
+    fitted = fit.trend[:, None] + fit.offset + np.einsum("tkd,kd->tk", design.bent, by_power)
     residuals = np.where(weights > 0, losses - fitted, 0.0)
-    squares = float((weights * np.square(residuals)).sum())
-    return Fit(design, coefficients, covariance, residuals, squares)
+    return replace(fit, residuals=residuals, squares=float((weights * residuals**2).sum()))
+
+
+def _normal(design: Design, weights: Floats, losses: Floats) -> tuple[Floats, Floats]:
+    """Left and right side of the normal equations, block by block."""
+    common, contrast, clocks, bent = design.common, design.contrast, design.clocks, design.bent
+    num_buckets, degrees = bent.shape[1:]
+    heavy = weights[:, :, None] * bent
+    flat = heavy.reshape(len(heavy), -1)
+    offsets = design.mixed_offsets(weights)
+    # Of two offset columns: their contrasts meet in each bucket, under the product of their clocks.
+    both = np.einsum("tc,td,tk->cdk", clocks, clocks, weights)
+    among = np.einsum("ki,cdk,kj->cidj", contrast, both, contrast)
+    of_length = np.einsum("ki,ckd->cikd", contrast, np.einsum("tc,tkd->ckd", clocks, heavy))
+    lengths = np.zeros((num_buckets, degrees, num_buckets, degrees))
+    for k in range(num_buckets):
+        lengths[k, :, k] = bent[:, k].T @ heavy[:, k]
+    n, m = offsets.shape[1], flat.shape[1]
+    of_length = of_length.reshape(n, m)
+    by_offset, by_length = common.T @ offsets, common.T @ flat
+    normal = np.block(
+        [
+            [common.T @ (common * weights.sum(1, keepdims=True)), by_offset, by_length],
+            [by_offset.T, among.reshape(n, n), of_length],
+            [by_length.T, of_length.T, lengths.reshape(m, m)],
+        ]
+    )
+    moment = weights * losses
+    own = np.einsum("tc,tk,ki->ci", clocks, moment, contrast).reshape(-1)
+    length = np.einsum("tkd,tk->kd", heavy, losses).reshape(-1)
+    return normal, np.concatenate([common.T @ moment.sum(1), own, length])

@@ -180,6 +180,7 @@ class Diagnosis:
         state: Where the run is in its schedule, one line; may be empty.
         remedy: The cheapest change, one line; may be empty.
         curves: For the picture.
+        because: What decided a verdict other than ON TRACK: the name of a cause, or ``rest``.
         baseline: Name and curves of the baseline.
     """
 
@@ -199,6 +200,7 @@ class Diagnosis:
     state: str
     remedy: str
     curves: Curves
+    because: str = ""
     baseline: tuple[str, Curves] | None = None
 
     def __repr__(self) -> str:

@@ -12,7 +12,8 @@ WIDTH = 100
 NAMES = {"mix": "length mix", "noise": "sampling noise", "rest": "unexplained"}
 COLOURS = {"mix": "#4477aa", "noise": "#999999", "rest": "#cc3311"}
 VERDICT_COLOURS = {"ON TRACK": "#228833", "WATCH": "#b8860b", "INVESTIGATE": "#cc3311"}
-RANGES = ("spread", "period", "divergence", "learning_rate", "source")  # their sentences tell the steps
+# Causes whose sentences tell their steps.
+RANGES = ("spread", "period", "divergence", "learning_rate", "source")
 ALL_ONE = "Length mix, sampling noise and the unexplained are one number here."
 UNLIKELY = 0.01  # p-value from which steps are said to have a memory
 SHOWN = 8  # steps or rows of a cause
@@ -193,10 +194,9 @@ def _memory(chance: Chance) -> str:
 
 
 def _smoothing(chance: Chance) -> str:
-    return (
-        f"To read the curve to +-{chance.delta:.2g} nats, average "
-        f"{_steps(chance.average_adjusted)} mix adjusted, {chance.average_raw:,} raw."
-    )
+    adjusted, raw = chance.average_adjusted, chance.average_raw
+    both = "" if adjusted == raw else f" mix adjusted, {raw:,} raw"
+    return f"To read the curve to +-{chance.delta:.2g} nats, average {_steps(adjusted)}{both}."
 
 
 def _apart(chance: Chance) -> str:

@@ -91,7 +91,8 @@ def tops_of(run: Run) -> Tops | None:
         return None
     steps = pooled(run)
     ratio = steps.step_noise / steps.pooled_noise
-    expected = steps.pooled_noise * moving_mean(np.minimum(ratio, 4 * np.median(ratio)), 51)
+    slow = moving_mean(np.minimum(ratio, 4 * np.median(ratio)), 51)
+    expected = np.maximum(steps.pooled_noise * slow, 1e-12)
     rows = np.nansum(np.where(run.bucket("eff") > 0, run.bucket("eff"), 0.0), axis=1)
     size = np.abs(pull) * np.sqrt(np.maximum(rows, 1.0) / expected)
     return Tops(
@@ -106,7 +107,7 @@ def tops_of(run: Run) -> Tops | None:
 
 def deviators(tops: Tops) -> list[Deviator]:
     """Rows that were on top more than once, the farthest out first."""
-    order = np.argsort(tops.row, kind="stable")
+    order, bound = np.argsort(tops.row, kind="stable"), tops.bound
     rows, first, times = np.unique(tops.row[order], return_index=True, return_counts=True)
     found = []
     for row, start, count in zip(rows, first, times, strict=True):
@@ -121,7 +122,7 @@ def deviators(tops: Tops) -> list[Deviator]:
                 steps=tuple(int(x) for x in tops.step[at][-10:]),
                 pull=float(tops.pull[at].mean()),
                 size=size,
-                far=size > tops.bound and bool(np.median(tops.pull[at]) > 0),
+                far=size > bound and bool(np.median(tops.pull[at]) > 0),
             )
         )
     return sorted(found, key=lambda d: (-d.size * np.sqrt(d.times), d.row))
@@ -132,17 +133,18 @@ def bad_rows(evidence: Evidence, tops: Tops | None) -> list[Cause]:
     if tops is None:
         return []
     heavy = tops.share >= np.quantile(tops.share, 0.95)
+    bound, alone_at = tops.bound, _alone(evidence, tops)
     chosen: dict[int, float] = {}
     # Below its like a row is easy, not bad.
     harder = tops.pull > 0
-    for row in np.unique(tops.row[harder & (tops.size > tops.bound)]):
+    for row in np.unique(tops.row[harder & (tops.size > bound)]):
         at = tops.row == row
         often = at.sum() >= OFTEN or (at & heavy).sum() >= TWICE
-        alone = (at & _alone(evidence, tops)).any()
+        alone = (at & alone_at).any()
         # With two, the smaller: one visit far out is no habit.
         size = float(np.sort(tops.size[at])[(at.sum() - 1) // 2])
         hard = np.median(tops.pull[at]) > 0
-        if ((often and size > tops.bound) or alone) and hard:
+        if ((often and size > bound) or alone) and hard:
             chosen[int(row)] = size * float(np.sqrt(at.sum()))
     if not chosen:
         return []

@@ -69,7 +69,7 @@ class Decomposition:
     def inflation(self) -> float:
         """Variance of a step within its bucket mix, over what its rows explain; at least 1."""
         _, noise, rest = self.parts
-        return 1 + max(rest, 0.0) / noise
+        return 1 + max(rest, 0.0) / max(noise, 1e-12)
 
 
 def decompose(steps: Steps) -> Decomposition:
@@ -104,12 +104,10 @@ def _mix(steps: Steps, fit: Fit) -> tuple[Floats, Floats]:
     """c(t) around its mean, and its estimation variance, float64 ``[T]`` each."""
     offsets = fit.design.offsets
     moved = steps.portion - steps.portion.mean(0)
-    regressors = np.einsum("tk,tkz->tz", moved, fit.design.own[:, :, offsets])
+    regressors = fit.design.mixed_offsets(moved)
     regressors -= regressors.mean(0)
-    at = slice(fit.num_common + offsets.start, fit.num_common + offsets.stop)
-    covariance = fit.covariance[at, at]
-    error = np.einsum("tz,tz->t", regressors @ covariance, regressors)
-    return regressors @ fit.coefficients[at], error
+    error = np.einsum("tz,tz->t", regressors @ fit.covariance[offsets, offsets], regressors)
+    return regressors @ fit.coefficients[offsets], error
 
 
 def _noise_and_rest(steps: Steps, fit: Fit, square: Floats) -> tuple[Floats, Floats]:

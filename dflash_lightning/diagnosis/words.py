@@ -18,8 +18,8 @@ REMEDIES = {
         "rows of a step that does. Do: lower model.lr by a third, or take more rows a step."
     ),
     "non_finite": (
-        "Updates that are not finite are skipped. Tell: diagnose --step N names their rows; they "
-        "come again in each epoch if a row is the cause. Do: remove the rows; else lower model.lr "
+        "Means: these updates were skipped. Tell: diagnose --step N names their rows; they come "
+        "again in each epoch if a row is the cause. Do: remove the rows; else lower model.lr "
         "or train in bf16-mixed instead of 16-mixed."
     ),
     "divergence": (
@@ -79,10 +79,7 @@ def _mix_fact(run: Run, taken: Decomposition) -> str:
     steps = taken.steps
     if steps.num_buckets < 2:
         return "one bucket: no mix"
-    level = (
-        taken.fit.offset[-1]
-        + taken.fit.design.common[-1] @ taken.fit.coefficients[: taken.fit.num_common]
-    )
+    level = taken.fit.offset[-1] + taken.fit.trend[-1]
     edges = list(run.header.get("boundaries", ()))
     low, high = int(level.argmin()), int(level.argmax())
 
@@ -122,6 +119,12 @@ def state(run: Run, peak: int | None, *, judged: bool) -> str:
     return f"Warm-up: step {last:,} of {peak:,}{of}; judged again 80 steps after its end."
 
 
+def does(because: str) -> str:
+    """What to do about a cause."""
+    words = REMEDIES[because].split("Do: ")[1]
+    return words[0].upper() + words[1:]
+
+
 def remedy(run: Run, taken: Decomposition, because: str, chance: Chance) -> str:
     """The cheapest change.
 
@@ -132,8 +135,7 @@ def remedy(run: Run, taken: Decomposition, because: str, chance: Chance) -> str:
         chance: Its five numbers.
     """
     if because:
-        does = REMEDIES[because].split("Do: ")[1]
-        return does[0].upper() + does[1:]
+        return does(because)
     now, dealt = chance.changes["now"], chance.changes.get(STRATIFIED)
     if dealt is not None and dealt < 0.9 * now:
         return (

@@ -43,10 +43,9 @@ def saved(*, epoch: int, batch: int, before: int, step: int) -> dict:
     }
 
 
-def progress(checkpoint: dict) -> tuple[dict, dict, int]:
+def progress(checkpoint: dict) -> tuple[dict, dict]:
     loop = checkpoint["loops"]["fit_loop"]
-    stepped = loop["epoch_loop.state_dict"]["_batches_that_stepped"]
-    return loop["epoch_loop.batch_progress"], loop["epoch_progress"], stepped
+    return loop["epoch_loop.batch_progress"], loop["epoch_progress"]
 
 
 def same(number: int) -> dict[str, int]:
@@ -88,20 +87,18 @@ def test_a_plan_of_the_rest_begins_with_its_first_batch():
     checkpoint = saved(epoch=2, batch=6, before=20, step=13)
     epochs = copy.deepcopy(progress(checkpoint)[1])
     mend_progress(checkpoint, Position(epoch=2, segments=((2, 2, 3),)), first_batch=0)
-    batches, after, stepped = progress(checkpoint)
+    batches, after = progress(checkpoint)
     assert batches == {"total": same(26), "current": same(0), "is_last_batch": False}
     assert after == epochs
-    assert stepped == 13
 
 
 def test_a_step_that_was_under_way_begins_again():
     checkpoint = saved(epoch=0, batch=7, before=0, step=3)
     mend_progress(checkpoint, Position(epoch=0, segments=((1, 2, 3),)), first_batch=6)
-    batches, epochs, stepped = progress(checkpoint)
+    batches, epochs = progress(checkpoint)
     assert batches["current"] == same(6)
     assert batches["total"] == same(7)
     assert epochs["current"]["processed"] == 0
-    assert stepped == 3
 
 
 def test_an_epoch_that_max_steps_cut_short_goes_on():
@@ -110,11 +107,10 @@ def test_an_epoch_that_max_steps_cut_short_goes_on():
     loop["epoch_progress"] = {"total": same(2), "current": same(2)}  # all epochs are over, it says
     loop["epoch_loop.batch_progress"] = {"total": same(15), "current": same(3)}
     mend_progress(checkpoint, Position(epoch=1, segments=((1, 1, 3),)), first_batch=3)
-    batches, epochs, stepped = progress(checkpoint)
+    batches, epochs = progress(checkpoint)
     begun = {"ready": 2, "started": 2, "processed": 1, "completed": 1}
     assert epochs == {"total": begun, "current": begun}
     assert batches == {"total": same(15), "current": same(3), "is_last_batch": False}
-    assert stepped == 15
 
 
 @pytest.mark.parametrize("batch", [0, 12])
@@ -122,10 +118,9 @@ def test_after_a_finished_epoch_the_next_has_not_begun(batch: int):
     checkpoint = saved(epoch=1, batch=batch, before=12, step=6)
     position = Position(epoch=1, segments=((1, 2, 6),), finished=True)
     mend_progress(checkpoint, position, first_batch=0)
-    batches, epochs, stepped = progress(checkpoint)
+    batches, epochs = progress(checkpoint)
     assert epochs == {"total": same(2), "current": same(2)}
     assert batches == {"total": same(12 + batch), "current": same(0), "is_last_batch": False}
-    assert stepped == 6
 
 
 def test_lightning_reads_the_next_epoch_out_of_what_was_mended():

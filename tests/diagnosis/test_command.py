@@ -227,7 +227,9 @@ def test_a_step_is_told_from_the_ledger_alone(ask: Ask, told: Told, healthy: Pat
     text, numbers = ask(healthy, "--step", "300"), told(healthy, "--step", "300")
     row, loss = int(run.column("top_row")[300]), run.loss[300]
     assert text.startswith(f"Step 300 of healthy, epoch 1: loss {loss:.4f}, ")
+    left = loss - run.column("top_pull")[300]
     assert f"\n* row {row} deviates most: " in text
+    assert f"; without it the loss would be {left:.4f}" in flat(text)
     assert "(1,216, 1,728]" in text
     assert (numbers["rows"], numbers["values"]["top_row"], numbers["values"]["loss"]) == (
         *([], row, loss),
@@ -244,6 +246,16 @@ def test_a_step_of_a_bare_curve_says_what_would_tell_more(
     assert re.fullmatch(r"Step 100 of curve: loss \d\.\d{4}", text.splitlines()[0])
     assert "a run folder with its ledger.csv" in flat(text)
     assert told(path, "--step", "100")["values"].keys() == {"loss"}
+
+
+def test_buckets_beyond_the_headers_edges_are_told_by_number(
+    ask: Ask, healthy: Path, tmp_path: Path
+) -> None:
+    _, *lines = (healthy / "ledger.csv").read_text().splitlines()
+    (tmp_path / "ledger.csv").write_text("\n".join(['# {"boundaries": [0, 770]}', *lines, ""]))
+    table = ask(tmp_path, "--step", "300").split("\n\n")[1].splitlines()
+    assert [line.split()[:3] for line in table[1:3]] == [["0", "(0,", "770]"], ["2", "56", "31%"]]
+    assert " in bucket 5" in ask(tmp_path)
 
 
 def test_the_rows_of_a_step_are_named_where_the_store_is_at_hand(
@@ -310,12 +322,16 @@ def test_rows_that_deviate_again_and_again_are_listed_the_worst_first(
     assert lines[-1] == f"... and {len(numbers['rows']) - 20} more; --json has all"
 
 
-def test_rows_are_described_where_the_store_is_at_hand(ask: Ask, told: Told, trained: Path) -> None:
+def test_rows_are_described_where_the_store_is_at_hand(
+    ask: Ask, told: Told, trained: Path, target_folder: Path
+) -> None:
     text, numbers = ask(trained, "--rows"), told(trained, "--rows")
     assert (numbers["missing"], numbers["rows"][0]["row"]) == ("", 17)
     assert numbers["rows"][0].keys() >= {"source", "line", "length", "bucket", "prompt", "answer"}
     first = text.split("\n\n")[1].splitlines()[1]
     assert first.split()[:3] == ["17", "b", "18"]
+    words = told(trained, "--rows", "--tokenizer", target_folder)["rows"][0]
+    assert (words["prompt"], words["answer"][:4]) == ("17", "word")
 
 
 def test_rows_of_a_first_epoch_come_once_and_that_is_said(

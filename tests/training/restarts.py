@@ -22,6 +22,12 @@ from dflash_lightning.data.store import RowStore
 
 BATCHING = {"token_budget": 400, "max_rows": 2, "num_buckets": 2}
 EPOCHS = 3
+DEFAULTS = {
+    "max_epochs": EPOCHS,
+    "gradient_clip_val": 1.0,
+    "enable_checkpointing": True,
+    "logger": False,
+}
 
 
 class Watch(Callback):
@@ -97,13 +103,12 @@ def run(
     trainer = L.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
-        logger=False,
         callbacks=[*own, ResumePoints(saves, None)],
         plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": EPOCHS, "gradient_clip_val": 1.0, "enable_checkpointing": True} | settings,
+        **DEFAULTS | settings,
     )
     datamodule = DFlashDataModule(str(store.path), **values | (data or {}))
     error = None

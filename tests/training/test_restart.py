@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from training.chain import KillAt
 from training.faults import Crash, CrashError
 from training.restarts import (
@@ -79,6 +80,29 @@ def test_a_run_stopped_twice_within_one_epoch_loses_nothing(
     }
     for name, value in state_of(again.trainer).items():
         assert torch.equal(value, state_of(whole.trainer)[name]), name
+
+
+class Steps(DummyLogger):
+    """Remembers the steps of the losses that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def log_metrics(self, metrics, step=None) -> None:
+        if "train/loss" in metrics:
+            self.seen.append(step)
+
+
+def test_loggers_keep_the_step_axis_over_restarts_under_other_layouts(
+    store: RowStore, tmp_path: Path
+) -> None:
+    logger = Steps()
+    for accumulate, stop in [(1, 6), (3, 9), (2, 12), (2, 10_000)]:
+        ckpt = last(tmp_path) if logger.seen else None
+        layout = {"accumulate_grad_batches": accumulate, "log_every_n_steps": 1}
+        end = run(store, tmp_path, KillAt(stop), ckpt=ckpt, logger=logger, **layout)
+    assert logger.seen == list(range(end.trainer.global_step))
 
 
 def test_rs_12_anchors_after_a_restart_are_those_of_a_run_left_alone(
