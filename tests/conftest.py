@@ -1,4 +1,4 @@
-"""Shared by the tests: one thread, a tiny tokenizer, a tiny target on disk, a tiny store."""
+"""Shared by the tests: one thread, tiny tokenizer, target and store, and runs to go on from."""
 
 import os
 
@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import make_tokenizer, write_chats
+from training.chain import KillAt
+from training.restarts import Run, last, run
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from dflash_lightning.callbacks import Stopped
 from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.store import RowStore
 
@@ -59,3 +62,30 @@ def store(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
     folder = tmp_path_factory.mktemp("rows")
     chats = write_chats(folder / "chats.jsonl", 40)
     return prepare_store(chats, tokenizer, folder / "store", max_length=256)
+
+
+@pytest.fixture(scope="session")
+def whole(store: RowStore, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three epochs without a stop; the state after step 8 is kept."""
+    return run(store, tmp_path_factory.mktemp("whole"), snapshot=8)
+
+
+@pytest.fixture(scope="session")
+def at_seven(store: RowStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that a signal stopped after seven steps: in mid-epoch, past the warm-up."""
+    folder = tmp_path_factory.mktemp("seven")
+    stopped = run(store, folder, KillAt(6)).error
+    assert isinstance(stopped, Stopped)
+    assert stopped.code == 75
+    return last(folder)
+
+
+@pytest.fixture(scope="session")
+def at_epoch_end(
+    store: RowStore, whole: Run, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Run]:
+    """A run that was stopped in the last step of its first epoch, before the validation."""
+    folder = tmp_path_factory.mktemp("end")
+    first = run(store, folder, KillAt(whole.steps_of_epochs[0] - 1))
+    assert isinstance(first.error, Stopped)
+    return last(folder), first

@@ -173,7 +173,7 @@ def _untold(run: Run, header: Mapping[str, Any], *, begun: int, step: int) -> st
     """What a header does not say of the plan of a step; empty where it says all."""
     if not header.keys() >= NEEDED:
         return (
-            f"The rows are not named: a {run.kind} like this one does not say how they were "
+            f"The rows are not named: what was read ({run.kind}) does not say how they were "
             "planned; the header of a ledger.csv that fit writes does."
         )
     if begun > step:

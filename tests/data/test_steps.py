@@ -302,7 +302,7 @@ def test_a_curve_without_a_header_says_what_would_name_its_rows() -> None:
     named = rows_of_step(bare, 3)
     assert (named.values, named.epoch, named.rows) == ({"loss": 1.5}, None, ())
     assert named.missing == (
-        "The rows are not named: a bare curve like this one does not say how they were planned; "
+        "The rows are not named: what was read (a bare curve) does not say how they were planned; "
         "the header of a ledger.csv that fit writes does."
     )
     assert str(named).startswith("Step 3 of x: loss 1.5000\n\nThe rows are not named")

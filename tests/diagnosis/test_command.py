@@ -244,7 +244,7 @@ def test_a_step_of_a_bare_curve_says_what_would_tell_more(
     path = write_curve(simulate(1)[0], tmp_path / "curve.csv")
     text = ask(path, "--step", "100")
     assert re.fullmatch(r"Step 100 of curve: loss \d\.\d{4}", text.splitlines()[0])
-    assert "a run folder with its ledger.csv" in flat(text)
+    assert "the header of a ledger.csv that fit writes does" in flat(text)
     assert told(path, "--step", "100")["values"].keys() == {"loss"}
 
 

@@ -311,7 +311,7 @@ def given(found: Diagnosis, verdict: str, cause: str = "rows") -> Diagnosis:
         changes={},
     )  # fmt: skip
     found = dataclasses.replace(found, verdict=verdict, causes=tuple(causes), random=chance)
-    return dataclasses.replace(found, remedy="Do it.")
+    return dataclasses.replace(found, remedy="Do it.", because=cause)
 
 
 def test_only_a_change_to_the_worse_verdicts_is_told_and_the_last_verdict_at_the_end(
@@ -369,7 +369,7 @@ def test_what_decides_a_verdict_is_named_before_what_does_not(
     assert diagnosis.found is not None
     assert because(given(diagnosis.found, "INVESTIGATE", "spread")) == "spread seen"
     assert because(given(diagnosis.found, "WATCH", "period")) == "period seen"
-    unexplained = given(diagnosis.found, "WATCH", "restart")
+    unexplained = given(diagnosis.found, "WATCH", "rest")
     rest = SimpleNamespace(share=0.234)
     unexplained = dataclasses.replace(unexplained, shares={**unexplained.shares, "rest": rest})
     assert because(unexplained) == "23 % of the variance is unexplained"
