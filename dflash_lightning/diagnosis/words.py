@@ -11,6 +11,12 @@ from dflash_lightning.diagnosis.variance import Decomposition
 
 NOTABLE = 0.2  # share from which a part gets its own reason
 STRATIFIED = "batching.deal=stratified"
+SORTED = (
+    "batches are the same in every epoch. Means: rows only ever train beside the same rows of their "
+    "length; where neighbouring steps have one length too, the smoothness is the order's, not the "
+    "model's. Tell: buckets STORE says how often batch-mates meet again. Do: "
+    "batching.order=bucketed, which pads as little."
+)
 REMEDIES = {
     "rest": (
         "Means: something moves whole steps on a scale of up to about 50 steps; what is slower "
@@ -136,6 +142,8 @@ def remedy(run: Run, taken: Decomposition, because: str, chance: Chance) -> str:
     """
     if because:
         return does(because)
+    if run.header.get("order") == "sorted":
+        return "Batches that change every epoch, with as little padding: batching.order=bucketed."
     now, dealt = chance.changes["now"], chance.changes.get(STRATIFIED)
     if dealt is not None and dealt < 0.9 * now:
         return (
@@ -172,6 +180,8 @@ def reasons(
 ) -> tuple[str, ...]:
     """Sentences, the most serious first."""
     lines = [f"{cause.says}. {REMEDIES[cause.cause]}" for cause in causes]
+    if run.header.get("order") == "sorted":
+        lines.append(SORTED)
     lines += _share_reasons(run, taken, chance)
     if comparison is not None:
         lines.append(f"Beside the baseline {comparison.says}.")
@@ -216,7 +226,7 @@ def _steps(count: int) -> str:
 
 def _mix_remedy(run: Run, taken: Decomposition) -> str:
     dealt = stratified_mix(taken, run.header)
-    if dealt is not None and dealt < taken.parts[0] / 2:
+    if _stratifiable(run) and (dealt is None or dealt < taken.parts[0] / 2):
         return f"smoother steps: {STRATIFIED}."
     if run.header.get("world_size", 1) * run.header.get("accumulate", 1) == 1:
         return "smoother steps: several batches a step (accumulate_grad_batches, more ranks)."
