@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from diagnosis.simulate import simulate, sorted_and_bucketed
+from diagnosis.write_ledger import write_ledger
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,6 +69,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for letter in "abcdefghijklmnopqrst"
     ]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, run in zip(("orange", "purple"), sorted_and_bucketed(0), strict=True):
+        write_ledger(run[0], folder / "runs" / name)
     return folder
 
 
@@ -75,6 +79,8 @@ def limited(arguments: list[str], before: list[str]) -> list[str]:
     if {"--help", "--print_config"} & set(arguments):
         return arguments
     limits = shlex.split(LIMITS.get(arguments[0], ""))
+    if arguments[0] == "diagnose" and "--step" in arguments:
+        limits += ["--step", "2"]  # the run is as short as its fit here
     if arguments[0] == "fit" and "fit" in before:
         limits += ["--preflight", "false"]
     return [*arguments, *limits]
@@ -95,8 +101,12 @@ def test_every_command_of_the_readme_runs(workplace: Path, cache: str) -> None:
             assert "going on from" in printed
         if arguments[0] == "decode":
             assert "output equal to the target's own for 20 of 20 prompts" in printed
-    assert {"fit", "validate", "decode", "regenerate", "prepare", "buckets", "export"} <= set(names)
-    assert (workplace / "buckets.png").stat().st_size > 10_000
+        if arguments[0] == "diagnose":
+            assert "Verdict: " in printed or "Step 2 of " in printed or "top row" in printed
+    used = {"fit", "validate", "decode", "regenerate", "prepare", "buckets", "export", "diagnose"}
+    assert used <= set(names)
+    for picture in ("buckets.png", "loss.png"):
+        assert (workplace / picture).stat().st_size > 10_000
     first = workplace / "runs" / "quickstart" / "version_0"
     left = ("config.yaml", "plan.txt", "preflight.json", "ledger.csv", "metrics.csv")
     for name in (*left, "checkpoints/last.ckpt", "drafter/config.json"):
@@ -110,6 +120,7 @@ def test_every_command_of_the_readme_runs(workplace: Path, cache: str) -> None:
 def test_every_python_block_of_the_readme_runs(code: str, tmp_path: Path, cache: str) -> None:
     script = tmp_path / "block.py"
     script.write_text(code.replace("trainer.fit(", "data.cache_features = False\ntrainer.fit("))
+    write_ledger(simulate(0)[0], tmp_path / "runs" / "quickstart" / "version_0")
     command = [sys.executable, str(script)]
     environment = {**os.environ, "DFLASH_CACHE": cache}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=600)
@@ -129,6 +140,11 @@ def test_every_configuration_parses(path: Path, overlay: Path | str, tmp_path: P
     settings = yaml.safe_load(run(arguments, tmp_path))
     assert settings["model"]["target"]["init_args"]["path"]
     assert settings["trainer"]["logger"]
+
+
+def test_the_pictures_of_the_readme_are_there() -> None:
+    for name in re.findall(r"!\[.*?\]\((.*?)\)", README):
+        assert (ROOT / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_embedded_data_is_what_the_readme_says() -> None:

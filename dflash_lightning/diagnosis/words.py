@@ -12,7 +12,7 @@ from dflash_lightning.diagnosis.variance import Decomposition
 NOTABLE = 0.2  # share from which a part gets its own reason
 STRATIFIED = "batching.deal=stratified"
 SORTED = (
-    "batches are the same in every epoch. Means: rows only ever train beside the same rows of their "
+    "batches are the same in every epoch. Means: rows train beside the same rows of their "
     "length; where neighbouring steps have one length too, the smoothness is the order's, not the "
     "model's. Tell: buckets STORE says how often batch-mates meet again. Do: "
     "batching.order=bucketed, which pads as little."
