@@ -29,7 +29,6 @@ EXPECTED = {
     "--rehearse": "rehearsal: passed",
     "auto": "going on from",
     "decode": "output equal to the target's own for 20 of 20 prompts",
-    "loss.png": "Verdict: ",
     "--baseline": "Against purple: ",
     "--step": "Step 2 of ",
     "--rows": "top row of more than one step",

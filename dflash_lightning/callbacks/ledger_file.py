@@ -11,12 +11,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-COLUMNS = (
-    *("step", "epoch", "time", "seconds", "lr", "grad_norm", "skipped", "loss", "weight", "rows"),
-    *("tokens", "padded_tokens", "anchors", "labels", "tokens_seen", "wait_seconds"),
-    *("top_row", "top_share", "top_pull", "restart"),
-)
-BUCKET_COLUMNS = ("loss", "weight", "rows", "noise", "eff", "length")
+from dflash_lightning.diagnosis.run import BUCKET_COLUMNS, STEP_COLUMNS
+
 RETRY_SECONDS = 60.0  # between attempts to cut the file: a large one must not be copied every step
 
 
@@ -53,7 +49,7 @@ class LedgerFile:
     def columns(self) -> list[str]:
         """Names of the columns, in order."""
         buckets = range(self.num_buckets)
-        return [*COLUMNS, *(f"{name}_{k}" for k in buckets for name in BUCKET_COLUMNS)]
+        return [*STEP_COLUMNS, *(f"{name}_{k}" for k in buckets for name in BUCKET_COLUMNS)]
 
     def resume(self, step: int) -> int:
         """Cut the file back to the rows before ``step``; without it, the first row cuts all.
@@ -99,7 +95,7 @@ class LedgerFile:
     # -- lines ----------------------------------------------------------------------------------
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
-        fields = [_text(name, row.get(name)) for name in COLUMNS]
+        fields = [_text(name, row.get(name)) for name in STEP_COLUMNS]
         lists = [row.get(f"{name}_k") or [None] * self.num_buckets for name in BUCKET_COLUMNS]
         for bucket in zip(*lists, strict=True):
             fields += [_text("", value) for value in bucket]
@@ -215,7 +211,7 @@ def _row_of(names: list[str], cells: list[str]) -> dict[str, Any]:
     """A line as numbers, those of buckets as lists under ``loss_k``, ``weight_k`` and so on."""
     row = {name: float(cell or "nan") for name, cell in zip(names, cells, strict=True)}
     buckets = range(sum(name.startswith("loss_") for name in names))
-    return {name: row.get(name, math.nan) for name in COLUMNS} | {
+    return {name: row.get(name, math.nan) for name in STEP_COLUMNS} | {
         f"{name}_k": [row.get(f"{name}_{k}", math.nan) for k in buckets] for name in BUCKET_COLUMNS
     }
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS
+from dflash_lightning.diagnosis.run import BUCKET_COLUMNS
 
 # Columns of the ledger that loggers have under the same name behind ``train/``.
 BY_MODULE = ("loss", "lr", "grad_norm", "rows", "tokens", "labels", "weight")

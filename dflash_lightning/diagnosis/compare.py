@@ -13,7 +13,12 @@ from dflash_lightning.diagnosis.causes import step_length
 from dflash_lightning.diagnosis.pool import pooled, usable
 from dflash_lightning.diagnosis.result import Comparison
 from dflash_lightning.diagnosis.run import Bools, Floats, Run
-from dflash_lightning.diagnosis.statistics import bootstrap_means, lag_correlation
+from dflash_lightning.diagnosis.statistics import (
+    block_length,
+    bootstrap_means,
+    lag_correlation,
+    student_quantile,
+)
 from dflash_lightning.diagnosis.variance import Decomposition, decompose
 
 TENTH = 0.1
@@ -89,6 +94,8 @@ def compare(runs: Pair) -> tuple[Comparison, Decomposition, float | None]:
     if difference is not None:
         value = float(difference.mean())
         error = float(bootstrap_means(difference[:, None]).std(ddof=1))
+        # A tenth of a run is few blocks.
+        times = student_quantile(len(difference) / block_length(len(difference)) - 1)
     else:
         share = taken[0].steps.share
         means = [
@@ -96,8 +103,8 @@ def compare(runs: Pair) -> tuple[Comparison, Decomposition, float | None]:
             for t, run in zip(taken, (runs.first, runs.second), strict=True)
         ]
         value = means[0][0] - means[1][0]
-        error = float(np.sqrt(means[0][1] + means[1][1]))
-    low, high = value - 1.96 * error, value + 1.96 * error
+        error, times = float(np.sqrt(means[0][1] + means[1][1])), 1.96
+    low, high = value - times * error, value + times * error
     compared = Comparison(
         difference=value,
         low=low,

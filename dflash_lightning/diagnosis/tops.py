@@ -1,9 +1,11 @@
 """Rows that deviate: the ledger names the row that moved each step most.
 
-How far out a top row is, is told in deviations of its step: its pull on the loss, times the root of
-the rows, over the step's expected noise deviation. That is about the row's own deviation in units
-of its bucket's, whatever the batch size. Real data has rows that are hard in every epoch, so coming
-up again is no fault by itself: only rows far beyond what top rows usually are count as bad.
+How far out a top row is, is told in deviations of a row: its pull on the loss, over what a usual
+row pulls in the bucket of the step where that is most, since the ledger does not tell its bucket.
+Where a step has one bucket, that is the row's own deviation in units of its bucket's, whatever the
+batch size; elsewhere a row may be farther out than it looks. Real data has rows that are hard in
+every epoch, so coming up again is no fault by itself: only rows far beyond what top rows usually
+are count as bad.
 """
 
 from dataclasses import dataclass
@@ -12,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from dflash_lightning.diagnosis.causes import Evidence
-from dflash_lightning.diagnosis.pool import pooled, usable
+from dflash_lightning.diagnosis.pool import Steps, pooled, usable
 from dflash_lightning.diagnosis.result import Cause
 from dflash_lightning.diagnosis.run import Bools, Floats, Ints, Run
 from dflash_lightning.diagnosis.statistics import moving_mean, robust_spread
 
-FAR = 6.0  # robust deviations of the tops
+FAR = 4.5  # robust deviations of the tops
 OFTEN, TWICE = 3, 2
 TOWERS = 3.0  # times the next row's size, for a row seen once
 OWN_NOISE, BEYOND = 3.0, 2.0  # times the pooled noise; residuals
@@ -91,10 +93,9 @@ def tops_of(run: Run) -> Tops | None:
         return None
     steps = pooled(run)
     ratio = steps.step_noise / steps.pooled_noise
-    slow = moving_mean(np.minimum(ratio, 4 * np.median(ratio)), 51)
+    slow = np.maximum(moving_mean(np.minimum(ratio, 4 * np.median(ratio)), 51), 1e-6)
     expected = np.maximum(steps.pooled_noise * slow, 1e-12)
-    rows = np.nansum(np.where(run.bucket("eff") > 0, run.bucket("eff"), 0.0), axis=1)
-    size = np.abs(pull) * np.sqrt(np.maximum(rows, 1.0) / expected)
+    size = np.abs(pull) / (_usual_pull(steps) * np.sqrt(slow))
     return Tops(
         step=run.step[named],
         row=run.column("top_row")[named].astype(np.int64),
@@ -103,6 +104,12 @@ def tops_of(run: Run) -> Tops | None:
         size=size[named],
         portion=np.square(pull[named]) / expected[named],
     )
+
+
+def _usual_pull(steps: Steps) -> Floats:
+    """Deviation of a row's pull, in the bucket of the step where it is most: nats, ``[T]``."""
+    rows = np.where(steps.precision > 0, steps.precision * steps.row_variance, np.inf)
+    return (steps.portion * np.sqrt(steps.row_variance) / rows).max(1)
 
 
 def deviators(tops: Tops) -> list[Deviator]:

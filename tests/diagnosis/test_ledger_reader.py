@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lightning.callbacks.ledger_file import BUCKET_COLUMNS, COLUMNS, LedgerFile
-from dflash_lightning.diagnosis import run as diagnosis_run
+from dflash_lightning.callbacks.ledger_file import LedgerFile
 from dflash_lightning.diagnosis.ledger import CHUNK, read_run
+from dflash_lightning.diagnosis.run import BUCKET_COLUMNS, STEP_COLUMNS
 
 HEADER = {"format": 1, "boundaries": [0, 8, 16], "weight_share": [0.25, 0.75], "plan": "abc"}
 
@@ -52,11 +52,6 @@ def table(path: Path, *lines: str, end: str = "\n") -> Path:
 # -- what is read ---------------------------------------------------------------------------------
 
 
-def test_the_reader_knows_the_columns_that_are_written():
-    assert diagnosis_run.STEP_COLUMNS == COLUMNS
-    assert diagnosis_run.BUCKET_COLUMNS == BUCKET_COLUMNS
-
-
 numbers = st.one_of(
     st.none(),
     st.floats(-1e6, 1e6),
@@ -74,7 +69,7 @@ def processes(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
     for restart in range(draw(st.integers(1, 4))):
         rows = []
         for step in range(first, first + draw(st.integers(1, 6))):
-            row = {name: draw(numbers) for name in COLUMNS}
+            row = {name: draw(numbers) for name in STEP_COLUMNS}
             row |= {name: draw(counts) for name in ("rows", "tokens_seen", "top_row")}
             row |= {"step": step, "restart": restart, "time": draw(st.floats(0, 2e9))}
             for name in BUCKET_COLUMNS:
@@ -117,7 +112,7 @@ def test_a_run_is_read_as_it_was_written_over_restarts_and_a_kill(
     assert run.kind == "ledger"
     assert run.step.dtype == np.int64
     assert run.step.tolist() == list(kept) == list(range(len(kept)))
-    for name in COLUMNS[1:]:
+    for name in STEP_COLUMNS[1:]:
         values = [expected(row[name], name) for row in kept.values()]
         np.testing.assert_array_equal(run.column(name), values, err_msg=name)
     for name in BUCKET_COLUMNS:
@@ -197,7 +192,7 @@ def test_bucket_columns_are_read_by_name_and_absent_ones_are_unknown(tmp_path: P
 
 
 def test_a_complete_ledger_misses_nothing(tmp_path: Path):
-    values = {name: 1.0 for name in COLUMNS if name != "step"}
+    values = {name: 1.0 for name in STEP_COLUMNS if name != "step"}
     buckets = {f"{name}_k": [1.0, 2.0] for name in BUCKET_COLUMNS}
     write(tmp_path, [{"step": step, **values, **buckets} for step in range(3)])
     assert read_run(tmp_path).missing == ()
