@@ -108,12 +108,12 @@ def test_where_long_rows_are_alone_it_is_said_what_is_missing(steps: int, warmup
         assert all(run.told is None for run in found)
 
 
-@pytest.mark.parametrize("family", ["plain", "changing", "real"])
-def test_a_sorted_run_is_compared_at_the_same_mix(family: str) -> None:
-    found = [sorted_pair(case, 0.05) for case in runs(cases(family, RANKS), 24, 8000)]
-    assert rate(pair.covers for pair in found) >= 0.85
-    assert reached(pair.error for pair in found) <= 0.75
-    assert max(pair.half for pair in found) <= 0.75
+def test_a_sorted_run_is_compared_at_the_same_mix() -> None:
+    of = [case for x in ("plain", "changing", "real") for case in runs(cases(x, RANKS), 16, 8000)]
+    found = [sorted_pair(case, 0.05) for case in of]
+    assert rate(pair.covers for pair in found) >= 0.9
+    assert reached(pair.error for pair in found) <= 0.5
+    assert max(pair.half for pair in found) <= 0.5
 
 
 def test_batches_in_the_order_of_length_leave_the_comparison_a_meaning() -> None:
