@@ -42,19 +42,11 @@ class Evidence:
     adjusted_step: Ints
 
     @cached_property
-    def own_ratio(self) -> Floats:
-        """The steps' own noise over the pooled, outliers cut at four medians; ``[T]``."""
-        steps = self.taken.steps
-        ratio = steps.step_noise / steps.pooled_noise
-        return np.minimum(ratio, 4 * np.median(ratio))
-
-    @cached_property
     def z(self) -> Floats:
         """Standardised residuals of the window, float64 ``[T]``."""
         taken = self.taken
-        expected = taken.steps.pooled_noise * np.maximum(moving_mean(self.own_ratio, 51), 1e-6)
         left = 1 - np.minimum(taken.eaten / taken.steps.pooled_noise, 0.9)
-        return taken.residual / np.sqrt(expected * left)
+        return taken.residual / np.sqrt(taken.steps.expected_noise * left)
 
     @property
     def deviation(self) -> float:
@@ -93,11 +85,11 @@ def spread(evidence: Evidence) -> list[Cause]:
     square = _window_mean(np.minimum(np.square(evidence.z), 9.0))
     square /= max(np.median(square), 1e-12)
     wide = square > SPREAD
-    rows = _noisier(_window_mean(evidence.own_ratio))
+    rows = _noisier(_window_mean(steps.own_ratio))
     found = []
     for flags, ratio, what in (
         (wide & ~rows, square, "and its rows do not explain it"),
-        (rows, evidence.own_ratio, "and its rows do: their own losses differ more"),
+        (rows, steps.own_ratio, "and its rows do: their own losses differ more"),
     ):
         first, last = max(runs_of(flags), key=lambda run: run[1] - run[0], default=(0, -1))
         if last - first + 1 >= STRETCH:

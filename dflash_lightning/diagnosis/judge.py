@@ -23,7 +23,6 @@ from dflash_lightning.diagnosis.pool import pooled, usable
 from dflash_lightning.diagnosis.result import Cause, Comparison, Curves, Diagnosis, Interval, Share
 from dflash_lightning.diagnosis.run import Bools, Floats, Run
 from dflash_lightning.diagnosis.sources import Sources, by_source
-from dflash_lightning.diagnosis.statistics import moving_mean
 from dflash_lightning.diagnosis.tops import bad_rows, tops_of
 from dflash_lightning.diagnosis.variance import Decomposition, decompose
 
@@ -221,7 +220,7 @@ def curves_of(run: Run, evidence: Evidence) -> Curves:
         adjusted=evidence.adjusted,
         window=(first, first + len(taken.steps.step) - 1),
         trend=taken.fit.trend,
-        noise=np.sqrt(taken.steps.pooled_noise * moving_mean(evidence.own_ratio, 51)),
+        noise=np.sqrt(taken.steps.expected_noise),
         bucket_names=named or tuple(f"bucket {k}" for k in range(run.num_buckets)),
         bucket_loss=kept.bucket("loss"),
         share_step=triple[0],

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from dflash_lightning.diagnosis.run import Bools, Floats, Ints, Run
+from dflash_lightning.diagnosis.statistics import moving_mean
 
 FEW_DEGREES = 30  # of freedom; a bucket with fewer borrows its neighbour's variance
 
@@ -81,6 +82,26 @@ class Steps:
         """The same from pooled variances alone, float64 ``[T]``."""
         variance = np.divide(1.0, self.precision, where=self.precision > 0, out=self.noise * 0)
         return (np.square(self.portion) * variance).sum(1)
+
+    @cached_property
+    def own_ratio(self) -> Floats:
+        """The steps' own noise over the pooled, outliers cut at four medians; ``[T]``."""
+        ratio = self.step_noise / self.pooled_noise
+        return np.minimum(ratio, 4 * np.median(ratio))
+
+    @cached_property
+    def slow_ratio(self) -> Floats:
+        """Mean of that over 51 steps: how the rows' spread changes along the run; ``[T]``."""
+        return np.maximum(moving_mean(self.own_ratio, 51), 1e-6)
+
+    @property
+    def expected_noise(self) -> Floats:
+        """Variance of the step's loss that its rows let expect, float64 ``[T]``.
+
+        The pooled one at the spread of the time: a step's own would hide the very row that it
+        contains.
+        """
+        return self.pooled_noise * self.slow_ratio
 
 
 def usable(run: Run) -> Bools:

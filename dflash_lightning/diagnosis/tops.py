@@ -17,7 +17,7 @@ from dflash_lightning.diagnosis.causes import Evidence
 from dflash_lightning.diagnosis.pool import Steps, pooled, usable
 from dflash_lightning.diagnosis.result import Cause
 from dflash_lightning.diagnosis.run import Bools, Floats, Ints, Run
-from dflash_lightning.diagnosis.statistics import moving_mean, robust_spread
+from dflash_lightning.diagnosis.statistics import robust_spread
 
 FAR = 4.5  # robust deviations of the tops
 OFTEN, TWICE = 3, 2
@@ -92,17 +92,14 @@ def tops_of(run: Run) -> Tops | None:
     if named.sum() < OFTEN or not run.num_buckets:
         return None
     steps = pooled(run)
-    ratio = steps.step_noise / steps.pooled_noise
-    slow = np.maximum(moving_mean(np.minimum(ratio, 4 * np.median(ratio)), 51), 1e-6)
-    expected = np.maximum(steps.pooled_noise * slow, 1e-12)
-    size = np.abs(pull) / (_usual_pull(steps) * np.sqrt(slow))
+    size = np.abs(pull) / (_usual_pull(steps) * np.sqrt(steps.slow_ratio))
     return Tops(
         step=run.step[named],
         row=run.column("top_row")[named].astype(np.int64),
         share=run.column("top_share")[named],
         pull=pull[named],
         size=size[named],
-        portion=np.square(pull[named]) / expected[named],
+        portion=np.square(pull[named]) / np.maximum(steps.expected_noise[named], 1e-12),
     )
 
 
