@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from diagnosis.dealt import STORY_EDGES, STORY_ROWS, DataSet, Floats, Layout
-from diagnosis.faults import FAULTS, GROUP_STEPS
+from diagnosis.planted import FAULTS, GROUP_STEPS
 
 FAMILIES = ("plain", "changing", "steep", "edges", "heavy", "real")
 DEALS = ("stratified", "aligned", "independent")

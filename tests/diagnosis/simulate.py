@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from diagnosis.case import Case
 from diagnosis.dealt import DataSet, Floats, Ints, draw_steps, make_rows, recorded_rows
-from diagnosis.faults import GARBAGE_NATS, Planted, Span, plant
+from diagnosis.planted import GARBAGE_NATS, Planted, Span, plant
 from diagnosis.tallies import tally
 
 from dflash_lightning.diagnosis.run import Run

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosis.asking import Ask, Folder, Told, flat
-from diagnosis.faults import FAULTS
+from diagnosis.planted import FAULTS
 from diagnosis.simulate import same_plan, simulate, sorted_and_bucketed
 from diagnosis.write_ledger import (
     run_on,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from diagnosis.asking import Ask, Folder, Told, flat
-from diagnosis.faults import GROUP_STEPS
+from diagnosis.planted import GROUP_STEPS
 from diagnosis.simulate import simulate
 from diagnosis.write_ledger import run_on, write_process
 from tiny import make_tokenizer, write_chats

@@ -26,6 +26,11 @@ from diagnosis.reach import (
     sorted_pair,
     told,
 )
+from diagnosis.simulate import simulate_case
+
+from dflash_lightning.diagnosis import diagnose
+from dflash_lightning.diagnosis.pool import pooled
+from dflash_lightning.diagnosis.variance import decompose
 
 RANKS = (1, 8)
 
@@ -60,6 +65,17 @@ def test_150_steps_tell_as_much_as_they_can() -> None:
     assert 0.8 <= np.median([run.width for run in found]) <= 1.4
 
 
+def test_the_mix_of_few_steps_is_not_made_of_the_errors_of_its_offsets() -> None:
+    """Without their part, it is twice the truth."""
+    found, true = [], []
+    few = Case(seed=0, ranks=1, steps=60, sigma=1.5, rows_per_batch=FEW_ROWS)
+    for case in runs([few], 60, 2500):
+        run, truth = simulate_case(case)
+        found.append(decompose(pooled(run.take(run.step >= 100))).parts[0])
+        true.append(truth.mix)
+    assert 0.5 < np.mean(found) / np.mean(true) < 1.4
+
+
 def test_healthy_runs_are_on_track_and_nothing_is_invented() -> None:
     found = [run for family in FAMILIES for run in healthy(family)]
     assert rate(run.verdict == "INVESTIGATE" for run in found) <= 0.01
@@ -82,6 +98,17 @@ def test_a_shift_at_the_peak_of_the_rate_is_found_on_flat_and_steep_curves() -> 
         assert rate(run.finds for run in found) >= 0.9
         assert {run.verdict for run in found if run.finds} == {"INVESTIGATE"}
     assert not any("learning_rate" in run.causes for family in FAMILIES for run in healthy(family))
+
+
+@pytest.mark.parametrize(("middle", "width", "depth"), [(120, 10, 3), (70, 5, 2), (60, 8, 3)])
+def test_a_fall_too_fast_for_the_trend_is_no_shift(middle: int, width: int, depth: int) -> None:
+    for case in runs([Case(seed=0)], 4, 4500):
+        run, _ = simulate_case(case)
+        fall = -depth / (1 + np.exp((middle - run.step) / width))
+        columns = {**run.columns, "loss": run.loss + fall}
+        buckets = {**run.buckets, "loss": run.bucket("loss") + fall[:, None]}
+        found = diagnose(replace(run, columns=columns, buckets=buckets))
+        assert "learning_rate" not in [cause.cause for cause in found.causes]
 
 
 def test_a_garbage_row_is_named_among_few() -> None:

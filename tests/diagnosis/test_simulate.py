@@ -8,7 +8,7 @@ import pytest
 import torch
 from diagnosis.case import Case
 from diagnosis.dealt import draw_steps, make_rows
-from diagnosis.faults import FAULTS
+from diagnosis.planted import FAULTS
 from diagnosis.simulate import (
     Run,
     Truth,

@@ -144,7 +144,7 @@ def faults(lines: Lines) -> None:
         alone = (run.finds and not run.invents for run in found)
         lines.at_least(f"{fault}: nothing else named", alone, 0.95)
     for family in FAMILIES:
-        of = runs(cases(family, RANKS, fault="shift"), 60, FIRST + 5000)
+        of = runs(cases(family, RANKS, fault="shift"), 120, FIRST + 5000)
         lines.at_least(f"shift at the peak: {family}", (judged(x).finds for x in of), 0.9)
     for family in FAMILIES:
         of = cases(family, (1,), fault="garbage", rows_per_batch=SMALL_BATCHES)
