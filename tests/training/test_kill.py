@@ -67,6 +67,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def clean_environment() -> dict[str, str]:
+    """Without the W&B service that an earlier test left running, which processes would join."""
+    kept = {key: value for key, value in os.environ.items() if "WANDB" not in key}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
 def run_links(folder: Path, links: list[dict]) -> list[list[int]]:
     """Run one fit after the other; exit codes of the ranks of each."""
     folder.mkdir(exist_ok=True)
@@ -74,7 +80,7 @@ def run_links(folder: Path, links: list[dict]) -> list[list[int]]:
     done = subprocess.run(
         [sys.executable, "-m", "training.chain", str(folder / "spec.json")],
         cwd=TESTS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=clean_environment(),
         capture_output=True,
         text=True,
         check=False,

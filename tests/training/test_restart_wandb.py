@@ -1,7 +1,6 @@
 """What W&B has of a run that is stopped and taken up again; a test for each field case."""
 
 import csv
-import os
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from training.restarts import (
     fault,
     said,
 )
-from training.test_kill import final, ledger, link, recipe, run_links
+from training.test_kill import clean_environment, final, ledger, link, recipe, run_links
 from training.wandb_file import history
 
 from dflash_lightning.data.store import RowStore
@@ -154,7 +153,7 @@ def test_lg_05_ranks_that_the_trainer_starts_itself_open_one_run(
     options = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
     done = subprocess.run(
         [sys.executable, "-m", "dflash_lightning", "fit", "--config", str(path), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"},
+        env={**clean_environment(), "WANDB_SILENT": "true"},
         capture_output=True,
         text=True,
         check=False,
