@@ -210,7 +210,10 @@ def test_a_config_file_that_is_no_yaml_is_refused(refused, tmp_path) -> None:
     [
         ("fti", "did you mean 'fit'?"),
         ("prepair", "did you mean 'prepare'?"),
-        ("dance", "there are fit, validate, plan, regenerate, prepare, buckets, export, decode."),
+        (
+            "xyz",
+            "there are fit, validate, plan, regenerate, prepare, buckets, diagnose, export, decode.",
+        ),
     ],
 )
 def test_an_unknown_command_is_refused_with_the_closest_one(refused, command, hint) -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from diagnosis.simulate import simulate, sorted_and_bucketed
 from diagnosis.write_ledger import write_ledger
+from training.test_kill import clean_environment
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -50,7 +51,7 @@ def run(arguments: list[str], folder: Path, **environment: str) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**clean_environment(), **environment},
         capture_output=True,
         text=True,
         check=False,
