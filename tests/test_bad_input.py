@@ -212,7 +212,8 @@ def test_a_config_file_that_is_no_yaml_is_refused(refused, tmp_path) -> None:
         ("prepair", "did you mean 'prepare'?"),
         (
             "xyz",
-            "there are fit, validate, plan, regenerate, prepare, buckets, diagnose, export, decode.",
+            "there are fit, validate, plan, regenerate, prepare, buckets, diagnose, export, "
+            "decode.",
         ),
     ],
 )
