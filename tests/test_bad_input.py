@@ -205,16 +205,15 @@ def test_a_config_file_that_is_no_yaml_is_refused(refused, tmp_path) -> None:
     assert "Problems parsing config" in refused("fit", "--config", "broken.yaml")
 
 
+KNOWN = "fit, validate, plan, regenerate, prepare, buckets, diagnose, export, decode"
+
+
 @pytest.mark.parametrize(
     ("command", "hint"),
     [
         ("fti", "did you mean 'fit'?"),
         ("prepair", "did you mean 'prepare'?"),
-        (
-            "xyz",
-            "there are fit, validate, plan, regenerate, prepare, buckets, diagnose, export, "
-            "decode.",
-        ),
+        ("xyz", f"there are {KNOWN}."),
     ],
 )
 def test_an_unknown_command_is_refused_with_the_closest_one(refused, command, hint) -> None:
