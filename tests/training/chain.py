@@ -7,6 +7,7 @@ usage: chain.py SPEC.json, whose "links" are {recipe, options, world_size, accum
 """
 
 import atexit
+import faulthandler
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from dflash_lightning.__main__ import main
 from dflash_lightning.callbacks import run_folder
 
-LIMIT = 120  # seconds until a link that hangs is killed
+LIMIT = 180  # seconds until a link that hangs is killed; shortly before, it tells where it hangs
 
 
 class RecordRows(Callback):
@@ -90,6 +91,7 @@ def rank_process(link: dict, rank: int, port: int, log: Path) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    faulthandler.dump_traceback_later(LIMIT - 10)
     options = ["--trainer.devices", str(link["world_size"])]
     if link["world_size"] > 1:
         options += ["--trainer.strategy", "ddp"]
@@ -124,11 +126,20 @@ def run_link(link: dict, port: int, log: Path) -> list[int]:
             rank_process(link, rank, port, log)
         os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(pids[0], signal.SIGKILL))
+
+    def give_up(*_: object) -> None:
+        os.killpg(pids[0], signal.SIGKILL)
+        raise TimeoutError(f"a link ran for {LIMIT} seconds; its log ends with\n{_end(log)}")
+
+    signal.signal(signal.SIGALRM, give_up)
     signal.alarm(LIMIT)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     signal.alarm(0)
     return codes
+
+
+def _end(log: Path) -> str:
+    return log.read_text()[-8000:] if log.exists() else "nothing"
 
 
 def run_chain(spec: Path) -> None:

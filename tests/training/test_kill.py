@@ -86,7 +86,7 @@ def run_links(folder: Path, links: list[dict]) -> list[list[int]]:
         check=False,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-8000:]
     return json.loads((folder / "codes.json").read_text())
 
 
