@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from dflash_lightning.__main__ import main
 from dflash_lightning.callbacks import run_folder
 
-LIMIT = 180  # seconds until a link that hangs is killed; shortly before, it tells where it hangs
+LIMIT = 240  # seconds until a link that hangs is killed; shortly before, it tells where it hangs
 
 
 class RecordRows(Callback):
