@@ -1,23 +1,13 @@
-"""Who sees whom, rotary positions, and the attention of a draft layer.
-
-The visibility rule. A block slot at position p of a block anchored at a sees
-
-* context token j iff ``j < a``: when decoding, the target has not run on the anchor yet. A sliding
-  layer also needs ``p - j < window``.
-* slots of its own block: all of them in a full layer, those up to itself in a sliding layer.
-* nothing else: never another block, never padding.
-"""
+"""Rotary positions, and the attention layer of a drafter, whatever computes it."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_lightning.drafter.config import DrafterSpec, LayerType
-from dflash_lightning.functional.anchors import block_positions
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -54,78 +44,22 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Neighbouring anchors of all rows that attend together.
+class Attention(Protocol):
+    """How the block slots of one batch attend; made once for all layers."""
 
-    Args:
-        slots: Which block tokens, a slice of ``N * K``.
-        context: Context tokens that any of them sees; later ones are cut off.
-        masks: Additive mask per layer type, ``[B, 1, slots, context + slots]``.
-    """
+    def attend(self, kind: LayerType, queries: Tensor, own: KeyValue, context: KeyValue) -> Tensor:
+        """Attend from block slots to their context and their own block.
 
-    slots: slice
-    context: int
-    masks: dict[LayerType, Tensor]
+        Args:
+            kind: Type of the layer.
+            queries: ``[B, H, N * K, head_dim]``.
+            own: Keys and values of the block slots, ``[B, H_kv, N * K, head_dim]`` each.
+            context: Those of the context, ``[B, H_kv, T, head_dim]`` each.
 
-
-def make_chunks(
-    anchors: Tensor,
-    anchor_valid: Tensor,
-    spec: DrafterSpec,
-    *,
-    chunk_anchors: int,
-    dtype: torch.dtype,
-) -> list[Chunk]:
-    """Cut sorted anchors into chunks, each with the mask that all layers of a type share.
-
-    Other blocks are never visible, so no mask spans all of them. When the anchors fit one and a
-    half chunks they are not split.
-
-    Args:
-        anchors: Positions, int64 ``[B, N]``, sorted in each row.
-        anchor_valid: Whether a slot holds a real anchor, bool ``[B, N]``.
-        spec: The drafter.
-        chunk_anchors: Anchors of a row in one chunk.
-        dtype: Dtype of the masks.
-    """
-    size, count = spec.block_size, anchors.shape[1]
-    step = count if 2 * count <= 3 * chunk_anchors else chunk_anchors
-    chunks = []
-    for start in range(0, count, max(step, 1)):
-        part = anchors[:, start : start + step]
-        valid = anchor_valid[:, start : start + step]
-        context = int((part * valid).max())
-        masks = {
-            kind: _additive(_visible(part, valid, context, spec, kind), dtype)
-            for kind in dict.fromkeys(spec.layer_types)
-        }
-        chunks.append(Chunk(slice(start * size, (start + part.shape[1]) * size), context, masks))
-    return chunks
-
-
-def _visible(
-    anchors: Tensor, valid: Tensor, context: int, spec: DrafterSpec, kind: LayerType
-) -> Tensor:
-    """The rule of this module for one chunk, bool ``[B, n * K, context + n * K]``."""
-    size, device = spec.block_size, anchors.device
-    batch, count = anchors.shape
-    key = torch.arange(context, device=device)
-    position = block_positions(anchors, size)[..., None]
-    sees_context = ((key < anchors[..., None, None]) & valid[..., None, None]).expand(
-        -1, -1, size, -1
-    )
-    slot = torch.arange(count * size, device=device)
-    sees_block = slot[:, None] // size == slot // size
-    if kind == "sliding_attention" and spec.sliding_window is not None:
-        sees_context = sees_context & (position - key < spec.sliding_window)
-        sees_block = sees_block & (slot <= slot[:, None])
-    return torch.cat([sees_context.flatten(1, 2), sees_block.expand(batch, -1, -1)], dim=-1)
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, -torch.inf)[:, None]
+        Returns:
+            ``[B, H, N * K, head_dim]``.
+        """
+        ...
 
 
 class RMSNorm(nn.Module):
@@ -174,7 +108,7 @@ class DraftAttention(nn.Module):
         return keys, self._heads(self.v_proj(states))
 
     def forward(
-        self, states: Tensor, angles: Tensor, context: KeyValue, chunks: list[Chunk] | None
+        self, states: Tensor, angles: Tensor, context: KeyValue, attention: Attention
     ) -> Tensor:
         """Attend from block states.
 
@@ -182,25 +116,12 @@ class DraftAttention(nn.Module):
             states: ``[B, N * K, D]``.
             angles: Of the block positions, float32 ``[B, N * K, head_dim / 2]``.
             context: Keys and values of the context, ``[B, H_kv, T, head_dim]`` each.
-            chunks: None where every slot sees all context and all slots: one block at the end of
-                its context.
+            attention: Who sees whom, and how it is computed.
         """
         queries = rotate(self.q_norm(self._heads(self.q_proj(states))), angles)
         own = self.keys_values(states, angles)
-        whole = [Chunk(slice(None), context[0].shape[2], {})]
-        outputs = [
-            F.scaled_dot_product_attention(
-                queries[:, :, chunk.slots],
-                *(
-                    torch.cat([c[:, :, : chunk.context], o[:, :, chunk.slots]], dim=2)
-                    for c, o in zip(context, own, strict=True)
-                ),
-                attn_mask=chunk.masks.get(self.kind),
-                enable_gqa=True,
-            )
-            for chunk in chunks or whole
-        ]
-        return self.o_proj(torch.cat(outputs, dim=2).transpose(1, 2).flatten(2))
+        outputs = attention.attend(self.kind, queries, own, context)
+        return self.o_proj(outputs.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash_lightning.drafter.attention import (
-    Chunk,
+    Attention,
     DraftAttention,
     KeyValue,
     RMSNorm,
     inverse_frequencies,
-    make_chunks,
 )
+from dflash_lightning.drafter.backends import AttentionChoice, Backends
+from dflash_lightning.drafter.chunked import ChunkedAttention, WholeAttention, make_chunks
 from dflash_lightning.drafter.config import DrafterSpec, LayerType
+from dflash_lightning.drafter.flex import Room
 from dflash_lightning.functional.anchors import block_positions
 
 
@@ -57,11 +59,9 @@ class DraftLayer(nn.Module):
         """Keys and values of the fused context ``[B, T, D]``."""
         return self.self_attn.keys_values(fused, angles)
 
-    def forward(
-        self, x: Tensor, angles: Tensor, context: KeyValue, chunks: list[Chunk] | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor, context: KeyValue, attention: Attention) -> Tensor:
         """``[B, N * K, D]`` to the same; arguments as in :class:`DraftAttention`."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, context, chunks)
+        x = x + self.self_attn(self.input_layernorm(x), angles, context, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -86,6 +86,9 @@ class Drafter(nn.Module):
         spec: The drafter, complete; ``DrafterConfig(...).for_target(config)`` makes one.
         chunk_anchors: Anchors of a row that attend together on the sdpa path; 16 to 32 measured
             best.
+        attention: What computes attention in training: ``flex`` is one compiled kernel for GPUs,
+            ``sdpa`` runs anywhere, ``auto`` is flex on a GPU that has it and sdpa elsewhere.
+            Decoding uses sdpa.
         checkpoint_layers: Keep only the inputs of each layer for the backward pass, which
             recomputes the rest.
     """
@@ -93,11 +96,16 @@ class Drafter(nn.Module):
     inverse_frequencies: Tensor
 
     def __init__(
-        self, spec: DrafterSpec, chunk_anchors: int = 16, *, checkpoint_layers: bool = False
+        self,
+        spec: DrafterSpec,
+        chunk_anchors: int = 16,
+        *,
+        attention: AttentionChoice = "auto",
+        checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.chunk_anchors = chunk_anchors
+        self.backends = Backends(spec, attention, chunk_anchors)
         self.checkpoint_layers = checkpoint_layers
         features = len(spec.target_layer_ids) * spec.hidden_size
         self.fc = nn.Linear(features, spec.hidden_size, bias=False)
@@ -117,6 +125,29 @@ class Drafter(nn.Module):
     def draft_layers(self) -> list[DraftLayer]:
         """The layers, typed."""
         return cast("list[DraftLayer]", list(self.layers))
+
+    @property
+    def attention_shapes(self) -> frozenset[Room]:
+        """Shapes that the flex kernel was made for: one in a run."""
+        return frozenset(self.backends.shapes)
+
+    @property
+    def attention_fallback(self) -> str | None:
+        """Why sdpa took over from flex, in a line; None where it did not."""
+        return self.backends.fallback
+
+    def reserve(self, device: torch.device, context_tokens: int, anchors: int) -> None:
+        """Make room for the heaviest batch of a run, so that flex meets one shape.
+
+        Args:
+            device: Where the drafter will be.
+            context_tokens: Padded tokens of a batch, at most.
+            anchors: Anchor slots of a batch, at most.
+
+        Raises:
+            ValueError: If ``flex`` is asked for by name where it cannot train.
+        """
+        self.backends.reserve(device, context_tokens, anchors)
 
     def forward(
         self,
@@ -141,14 +172,10 @@ class Drafter(nn.Module):
         positions = torch.arange(context_features.shape[1], device=anchors.device)[None]
         context = self._context(context_features, self._angles(positions))
         angles = self._angles(block_positions(anchors, shape[2]).flatten(1))
-        chunks = make_chunks(
-            anchors,
-            anchor_valid,
-            self.spec,
-            chunk_anchors=self.chunk_anchors,
-            dtype=context[0][0].dtype,
+        attention = self.backends.prepare(
+            anchors, anchor_valid, width=context_features.shape[1], dtype=context[0][0].dtype
         )
-        x = self._blocks(block_embeddings.flatten(1, 2), angles, context, chunks)
+        x = self._blocks(block_embeddings.flatten(1, 2), angles, context, attention)
         return x.view(shape)
 
     def extend(self, cache: DraftCache, context_features: Tensor) -> None:
@@ -168,13 +195,13 @@ class Drafter(nn.Module):
         """One block whose anchor follows the cached context: ``[1, K, D]`` to ``[1, K, D]``."""
         anchor = torch.tensor([[cache.length]], device=block_embeddings.device)
         angles = self._angles(block_positions(anchor, block_embeddings.shape[1]).flatten(1))
-        chunks = None
+        attention: Attention = WholeAttention()
         if "sliding_attention" in self.spec.layer_types:
             valid = torch.ones_like(anchor, dtype=torch.bool)
-            chunks = make_chunks(
-                anchor, valid, self.spec, chunk_anchors=1, dtype=cache.layers[0][0].dtype
-            )
-        return self._blocks(block_embeddings, angles, cache.layers, chunks)
+            dtype = cache.layers[0][0].dtype
+            chunks = make_chunks(anchor, valid, self.spec, chunk_anchors=1, dtype=dtype)
+            attention = ChunkedAttention(chunks)
+        return self._blocks(block_embeddings, angles, cache.layers, attention)
 
     def draft_block(self, context_features: Tensor, block_embeddings: Tensor) -> Tensor:
         """The serving forward in one call.
@@ -202,7 +229,7 @@ class Drafter(nn.Module):
         return [layer.context(fused, angles) for layer in self.draft_layers]
 
     def _blocks(
-        self, x: Tensor, angles: Tensor, context: list[KeyValue], chunks: list[Chunk] | None
+        self, x: Tensor, angles: Tensor, context: list[KeyValue], attention: Attention
     ) -> Tensor:
         x = x.to(self.fc.weight.dtype)  # the residuals' dtype, under autocast too
         recompute = self.checkpoint_layers and torch.is_grad_enabled()
@@ -213,12 +240,12 @@ class Drafter(nn.Module):
                     x,
                     angles,
                     layer_context,
-                    chunks,
+                    attention,
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
             else:
-                x = layer(x, angles, layer_context, chunks)
+                x = layer(x, angles, layer_context, attention)
         return self.norm(x)
 
 

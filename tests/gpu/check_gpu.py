@@ -55,7 +55,7 @@ class Phases(L.Callback):
         target, drafter = pl_module.target, pl_module.drafter
         target.context_features = self._timed("target forward", target.context_features)
         drafter.forward = self._timed("drafter forward", drafter.forward)
-        pl_module.head = self._timed("head and loss", pl_module.head)
+        pl_module.objective.head = self._timed("head and loss", pl_module.objective.head)
 
     def _timed(self, name: str, what: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
