@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -10,33 +10,21 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from dflash_lightning.data.collate import Batch
+from dflash_lightning.drafter.backends import AttentionChoice
 from dflash_lightning.drafter.checkpoint import load_weights
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
-from dflash_lightning.functional.anchors import block_ids
-from dflash_lightning.functional.objective import ChunkedHead, decay_gamma, position_weights
-from dflash_lightning.functional.optimizer import check_rates, make_optimizer
+from dflash_lightning.functional.head import Goal
+from dflash_lightning.functional.objective import Weighting
+from dflash_lightning.functional.optimizer import check_rates, make_optimizer, scale_and_clip
 from dflash_lightning.functional.schedule import Schedule, schedule_factor
 from dflash_lightning.functional.step_statistics import StepStatistics
+from dflash_lightning.functional.step_totals import StepTotals
 from dflash_lightning.metrics import BlockMetrics
+from dflash_lightning.phases import PhaseClock
 from dflash_lightning.resume import ResumableModule
+from dflash_lightning.step import Objective, StepSums
 from dflash_lightning.target import HFTarget
-
-
-class StepSums(NamedTuple):
-    """What a batch contributes: sums only, so that any grouping of rows gives the same totals.
-
-    Args:
-        numerator: Sum of weight times cross-entropy in nats, differentiable.
-        weights: Of each labelled slot, float32 ``[M]``.
-        cross_entropy: Of each labelled slot in nats, float32 ``[M]``.
-        correct: Whether each draft token is the label, bool ``[M]``.
-    """
-
-    numerator: Tensor
-    weights: Tensor
-    cross_entropy: Tensor
-    correct: Tensor
 
 
 class DFlashModule(ResumableModule):
@@ -51,8 +39,13 @@ class DFlashModule(ResumableModule):
         init: ``target`` starts from the target's final norm, last layers and an averaging fusion
             where shapes allow; ``random`` does not; the path of an exported drafter or of a
             checkpoint starts a new run from its weights.
-        loss_decay_gamma: Decay constant of the position weights in tokens; null is the paper's for
-            the block size.
+        goal: What a slot should predict: ``ce`` the token of the data; ``argmax`` the target's most
+            likely token; ``kl`` the target's distribution. The latter two run all of the target.
+        weighting: ``decay`` weighs slots by their position; ``dpace`` by how far the drafter is
+            likely to get, from its own probabilities.
+        loss_decay_gamma: Decay constant of ``decay`` in tokens; null is the paper's for the block
+            size.
+        dpace_alpha: Floor of the smoothed probabilities of ``dpace``.
         lr: Peak learning rate.
         warmup_ratio: Share of the optimizer steps in which the rate rises.
         warmup_steps: The same in optimizer steps; wins over the ratio.
@@ -63,15 +56,22 @@ class DFlashModule(ResumableModule):
         shard_optimizer: Keep AdamW's moments spread over the ranks: the same updates, less memory.
         activation_checkpointing: Recompute each draft layer in the backward pass: less memory, a
             third more time in the drafter.
+        attention: What computes the drafter's attention: ``flex`` is one compiled kernel for GPUs,
+            ``sdpa`` runs anywhere, ``auto`` is flex on a GPU that has it and sdpa elsewhere.
         max_skipped_steps: Updates in a row that may be skipped as not finite before the run ends.
     """
+
+    _totals: StepTotals
 
     def __init__(
         self,
         target: HFTarget,
         drafter: DrafterConfig = DrafterConfig(),
         init: str = "target",
+        goal: Goal = "ce",
+        weighting: Weighting = "decay",
         loss_decay_gamma: float | None = None,
+        dpace_alpha: float = 0.5,
         lr: float = 6e-4,
         warmup_ratio: float = 0.04,
         warmup_steps: int | None = None,
@@ -81,18 +81,18 @@ class DFlashModule(ResumableModule):
         seed: int = 0,
         shard_optimizer: bool = False,
         activation_checkpointing: bool = False,
+        attention: AttentionChoice = "auto",
         max_skipped_steps: int = 10,
     ) -> None:
         super().__init__()
         check_rates(lr, warmup_ratio, warmup_steps, weight_decay, betas)
-        if (loss_decay_gamma is not None and loss_decay_gamma <= 0) or max_skipped_steps < 1:
-            raise ValueError(
-                "loss_decay_gamma must be positive and max_skipped_steps must be at least 1, "
-                f"got {loss_decay_gamma} and {max_skipped_steps}."
-            )
+        if max_skipped_steps < 1:
+            raise ValueError(f"max_skipped_steps must be at least 1, got {max_skipped_steps}.")
         self.target = target
         self.drafter = Drafter(
-            drafter.for_target(target.config), checkpoint_layers=activation_checkpointing
+            drafter.for_target(target.config),
+            attention=attention,
+            checkpoint_layers=activation_checkpointing,
         )
         self.init = init
         self.lr = lr
@@ -103,17 +103,24 @@ class DFlashModule(ResumableModule):
         self.betas = (betas[0], betas[1])
         self.shard_optimizer = shard_optimizer
         self.max_skipped_steps = max_skipped_steps
-        spec = self.drafter.spec
-        gamma = loss_decay_gamma if loss_decay_gamma is not None else decay_gamma(spec.block_size)
-        self.loss_decay_gamma = gamma
-        weights = torch.cat([torch.zeros(1), position_weights(spec.block_size, gamma)])
-        self.register_buffer("slot_weights", weights, persistent=False)
-        self.head = ChunkedHead()
-        self.val_metrics = BlockMetrics(spec.block_size)
+        self.objective = Objective(
+            self.drafter.spec,
+            goal=goal,
+            weighting=weighting,
+            loss_decay_gamma=loss_decay_gamma,
+            dpace_alpha=dpace_alpha,
+        )
+        self.val_metrics = BlockMetrics(self.drafter.spec.block_size)
         self.step_stats: dict[str, Any] = {}
+        self.phases = PhaseClock()  # stands still until someone asks
         # of this rank; summed over ranks with the statistics
         self.extra = dict.fromkeys(("wait_seconds", "stop", "requeue", "save"), 0.0)
         init_random(self.drafter, seed)
+
+    @property
+    def goal(self) -> Goal:
+        """What a slot should predict."""
+        return self.objective.goal
 
     # -- before the first step ------------------------------------------------------------------
 
@@ -127,6 +134,7 @@ class DFlashModule(ResumableModule):
                 "trainer.precision must not be 16-mixed: sums of losses overflow. Use "
                 "bf16-mixed or 32-true."
             )
+        self._reserve_attention()
         if self.starts_fresh:
             self._start_weights()
         self.starts_fresh = False
@@ -134,6 +142,11 @@ class DFlashModule(ResumableModule):
             self._begin_run()
         ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         self.statistics = StepStatistics(self._data.plan.boundaries, **ranks)
+
+    def _reserve_attention(self) -> None:
+        """Make room for the heaviest batch that the data module may build."""
+        data = self._data
+        self.drafter.reserve(self.device, data.batching.token_budget, data.most_anchors)
 
     def _start_weights(self) -> None:
         """Give a new run its first weights."""
@@ -146,25 +159,7 @@ class DFlashModule(ResumableModule):
 
     def sums(self, batch: Batch) -> StepSums:
         """Run target and drafter on a batch; draws nothing, logs nothing, counts nothing."""
-        spec = self.drafter.spec
-        features = batch.features
-        if features is None:
-            features = self.target.context_features(batch.input_ids, spec.target_layer_ids)
-        ids = block_ids(
-            batch.input_ids,
-            batch.anchors,
-            block_size=spec.block_size,
-            mask_token_id=spec.mask_token_id,
-        )
-        hidden = self.drafter(features, self.target.embed(ids), batch.anchors, batch.anchor_valid)
-        weights = self.slot_weights[batch.label_slots % spec.block_size]
-        out = self.head(
-            hidden.flatten(0, 2).index_select(0, batch.label_slots),
-            self.target.head_weight,
-            batch.labels,
-            weights,
-        )
-        return StepSums(out.numerator, weights, out.cross_entropy, out.correct)
+        return self.objective(self.target, self.drafter, batch, self.phases)
 
     def training_step(self, batch: Batch) -> Tensor:
         """Return the numerator of the loss; the denominator follows once all weights are known."""
@@ -175,7 +170,7 @@ class DFlashModule(ResumableModule):
             lengths=batch.lengths,
             row_of_label=batch.label_slots // slots_of_row,
             weights=s.weights,
-            cross_entropy=s.cross_entropy,
+            losses=s.losses,
             correct=s.correct,
             padded_tokens=batch.input_ids.numel(),
             anchors=batch.anchor_valid.sum(),
@@ -188,19 +183,22 @@ class DFlashModule(ResumableModule):
             raise RuntimeError("DFlashModule.setup('fit') must run before a training step.")
         return self.statistics
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Turn the summed gradient into that of the global ratio, before clipping."""
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+        """Sum the statistics over ranks; nothing is read yet."""
         strategy = self.trainer.strategy
-        totals = self._statistics.reduce(
+        self._totals = self._statistics.reduce(
             lambda sums: strategy.reduce(sums, reduce_op="sum"), extra=list(self.extra.values())
         )
-        # DDP averaged over ranks and Lightning divided by the accumulation: undo both, divide by
-        # the weight.
-        batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
-        factor = batches / totals.weight.clamp_min(1e-20)
-        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, factor.float())
-        stats = totals.read()
+
+    def _read_step(self, rate: float, totals: StepTotals, grad_norm: Tensor) -> None:
+        """Read the step's numbers with its one wait for the device.
+
+        Args:
+            rate: Learning rate of the step.
+            totals: Sums over ranks.
+            grad_norm: Norm of the gradient of the global ratio, before clipping.
+        """
+        stats = totals.read(grad_norm)
         summed = dict(zip(self.extra, stats.pop("extra"), strict=True))
         self.extra = dict.fromkeys(self.extra, 0.0)
         self.progress["tokens_seen"] += int(stats["tokens"])
@@ -208,7 +206,7 @@ class DFlashModule(ResumableModule):
             **stats,
             "step": self.trainer.global_step,
             "epoch": self._data.epoch,
-            "lr": optimizer.param_groups[0]["lr"],
+            "lr": rate,
             "tokens_seen": self.progress["tokens_seen"],
             "restart": self.progress["restarts"],
             "wait_seconds": summed["wait_seconds"] / self.trainer.world_size,
@@ -219,24 +217,30 @@ class DFlashModule(ResumableModule):
 
     def configure_gradient_clipping(
         self,
-        optimizer: torch.optim.Optimizer,  # noqa: ARG002
+        optimizer: torch.optim.Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by global norm; a gradient that is not finite skips the update on all ranks."""
+        """Turn the summed gradient into that of the global ratio, and clip it by global norm.
+
+        A gradient that is not finite skips the update on all ranks.
+        """
         if gradient_clip_algorithm not in (None, "norm"):
             raise ValueError(
                 "trainer.gradient_clip_algorithm must be norm, got "
                 f"{gradient_clip_algorithm}. Remove the setting."
             )
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.drafter.parameters(), gradient_clip_val or math.inf
-        ).item()
-        bad = not math.isfinite(norm)
+        # DDP averaged over ranks and Lightning divided by the accumulation: undo both, divide by
+        # the weight.
+        batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        factor = batches / self._totals.weight.clamp_min(1e-20)
+        norm = scale_and_clip(self.drafter.parameters(), factor, gradient_clip_val)
+        self._read_step(optimizer.param_groups[0]["lr"], self._totals, norm)
+        bad = not math.isfinite(self.step_stats["grad_norm"])
         skip = bad or self.step_stats["weight"] == 0  # without labels there is nothing to learn
         self.progress["skipped_steps"] += skip
         self.progress["skips_in_a_row"] = self.progress["skips_in_a_row"] + 1 if bad else 0
-        self.step_stats |= {"grad_norm": norm, "skipped": int(skip)}
+        self.step_stats["skipped"] = int(skip)
         self._log_step()
         if skip:
             # No gradient at all: AdamW then touches neither weights nor moments nor its step count.
@@ -270,7 +274,7 @@ class DFlashModule(ResumableModule):
         """Add a batch to the validation sums."""
         s = self.sums(batch)
         self.val_metrics.update(
-            s.cross_entropy, s.weights, s.correct, batch.label_slots, batch.anchors.numel()
+            s.losses, s.weights, s.correct, batch.label_slots, batch.anchors.numel()
         )
 
     def on_validation_epoch_end(self) -> None:

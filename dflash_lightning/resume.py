@@ -20,6 +20,7 @@ from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.functional.optimizer import set_rates
 from dflash_lightning.functional.schedule import Schedule
 from dflash_lightning.functional.step_statistics import StepStatistics
+from dflash_lightning.step import Objective
 from dflash_lightning.target import HFTarget
 
 
@@ -38,7 +39,7 @@ class ResumableModule(L.LightningModule):
     warmup_ratio: float
     warmup_steps: int | None
     schedule: Schedule
-    loss_decay_gamma: float
+    objective: Objective
     _schedule: LambdaLR
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class ResumableModule(L.LightningModule):
             "model.warmup_steps": self._warmup(self.total_steps()),
             "model.weight_decay": self.weight_decay,
             "model.betas": list(self.betas),
-            "model.loss_decay_gamma": self.loss_decay_gamma,
+            **self.objective.settings(),
             "model.target.dtype": self.target.dtype,
             **self._data.settings(),
             "trainer.world_size": trainer.world_size,

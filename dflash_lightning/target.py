@@ -8,7 +8,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
     Qwen3Config,
+    masking_utils,
 )
 from transformers.utils import logging as hf_logging
 
@@ -164,10 +165,39 @@ class HFTarget:
         Returns:
             Features in the target's dtype, ``[B, T, len(layer_ids) * D]``.
         """
+        return self._read(input_ids, layer_ids, max(layer_ids))[0]
+
+    @torch.no_grad()
+    def features_and_final(
+        self, input_ids: Tensor, layer_ids: Sequence[int], final_at: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Context features, and what the head makes the target's logits of, in one forward pass.
+
+        All layers run; the head does not, and the final norm only where it is asked for.
+
+        Args:
+            input_ids: Token ids, int64 ``[B, T]``, right-padded.
+            layer_ids: 0-based decoder layers.
+            final_at: Flat positions in ``[B, T]``, int64 ``[M]``.
+
+        Returns:
+            Features as :meth:`context_features`, and the final normed hidden states, ``[M, D]``:
+            their product with ``head_weight`` gives the target's logits for the next token.
+        """
+        features, last = self._read(input_ids, layer_ids, len(self.layers) - 1)
+        with torch.autocast(input_ids.device.type, enabled=False):
+            final = self.model.get_decoder().norm(last.flatten(0, 1).index_select(0, final_at))
+        return features, final
+
+    def _read(
+        self, input_ids: Tensor, layer_ids: Sequence[int], last: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run up to layer ``last``: the features, and the output of that layer ``[B, T, D]``."""
         device_type = input_ids.device.type
-        with _outputs(self.layers, layer_ids) as kept, torch.autocast(device_type, enabled=False):
-            self._up_to(max(layer_ids))(input_ids=input_ids, use_cache=False)
-        return torch.cat([kept[i] for i in layer_ids], dim=-1)
+        apart = torch.autocast(device_type, enabled=False)
+        with _outputs(self.layers, layer_ids) as kept, apart, _rows_unpacked():
+            out = self._up_to(last)(input_ids=input_ids, use_cache=False)
+        return torch.cat([kept[i] for i in layer_ids], dim=-1), out.last_hidden_state
 
     @torch.no_grad()
     def verify(
@@ -252,6 +282,17 @@ class RandomTarget(HFTarget):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return AutoModelForCausalLM.from_config(self.config, dtype=dtype).to(device)
+
+
+@contextmanager
+def _rows_unpacked() -> Generator[None]:
+    """Say that no row holds several sequences: transformers would ask the device at each call."""
+    known = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # noqa: ARG005
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = known
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """Slow twins: what the fast code must equal, written as loops and plain formulas."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_lightning.drafter.config import DrafterSpec, LayerType
 from dflash_lightning.drafter.model import Drafter
@@ -174,3 +175,109 @@ def _turn(x: Tensor, positions: Tensor, spec: DrafterSpec) -> Tensor:
     angle = positions[..., None] * spec.rope_theta ** (-torch.arange(half) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones(()), angle)
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def labels_with_holes(loss_mask: list[bool], anchor: int, block_size: int) -> list[int]:
+    """Slots of a block that carry a label where labels go on behind a gap."""
+    inside = range(1, min(block_size, len(loss_mask) - anchor))
+    return [k for k in inside if loss_mask[anchor + k]]
+
+
+def plain_losses(logits: Tensor, labels: Tensor, target_logits: Tensor | None, goal: str) -> Tensor:
+    """Loss of every slot from all logits at once: ``[M, V]``, ``[M]`` and ``[M, V]`` to ``[M]``."""
+    ours = logits.log_softmax(-1)
+    if goal == "ce":
+        return F.nll_loss(ours, labels, reduction="none")
+    theirs = target_logits.log_softmax(-1)
+    if goal == "argmax":
+        return F.nll_loss(ours, theirs.argmax(-1), reduction="none")
+    return (theirs.exp() * (theirs - ours)).sum(-1)
+
+
+def dpace_by_loops(probs: list[float], valid: list[bool], alpha: float) -> list[float]:
+    """D-PACE weights of one block, from the drafter's probability of each label."""
+    weights = []
+    for j, counts in enumerate(valid):
+        weight = 0.0
+        for m in range(j, len(probs)):
+            reached = 1.0
+            for i in range(m + 1):
+                if valid[i]:
+                    reached *= (1 - alpha) * probs[i] + alpha
+            weight += reached if valid[m] else 0.0
+        weights.append(weight if counts else 0.0)
+    return weights
+
+
+class StepRules(NamedTuple):
+    """What decides labels and weights in :func:`plain_step`."""
+
+    goal: str
+    weighting: str
+    gamma: float
+    alpha: float
+    holes: bool
+
+
+def plain_step(
+    drafter: Drafter,
+    target: nn.Module,
+    rows: list[tuple[list[int], list[bool], list[int]]],
+    rules: StepRules,
+) -> tuple[Tensor, list[float], list[float]]:
+    """One batch by plain formulas: each row alone, unpadded, each label in its turn.
+
+    Args:
+        drafter: Its weights.
+        target: The whole Hugging Face model, head included.
+        rows: Ids, loss mask and anchors of each row.
+        rules: Goal, weights and labels.
+
+    Returns:
+        Sum of weighted losses, differentiable; weights and losses of the labels in order.
+    """
+    total, weights, losses = torch.zeros(()), [], []
+    for ids, mask, anchors in rows:
+        if not anchors:
+            continue
+        hidden, logits = _one_row(drafter, target, ids, anchors)
+        for n, anchor in enumerate(anchors):
+            find = labels_with_holes if rules.holes else labels_by_walking
+            of_block: dict[int, Tensor] = {}
+            for k in find(mask, anchor, drafter.spec.block_size):
+                label = torch.tensor([ids[anchor + k]])
+                ours = (hidden[n, k] @ target.get_output_embeddings().weight.T)[None]
+                theirs = logits[None, anchor + k - 1]
+                of_block[k] = plain_losses(ours, label, theirs, rules.goal)[0]
+            for k, weight in _block_weights(of_block, drafter.spec.block_size, rules).items():
+                total = total + weight * of_block[k]
+                weights.append(weight)
+                losses.append(of_block[k].item())
+    return total, weights, losses
+
+
+def _one_row(
+    drafter: Drafter, target: nn.Module, ids: list[int], anchors: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Hidden states ``[N, K, D]`` of a row's blocks, and the target's logits ``[T, V]``."""
+    spec = drafter.spec
+    with torch.no_grad():
+        out = target(input_ids=torch.tensor([ids]), output_hidden_states=True)
+        features = torch.cat([out.hidden_states[i + 1] for i in spec.target_layer_ids], dim=-1)
+        blocks = [[ids[a]] + [spec.mask_token_id] * (spec.block_size - 1) for a in anchors]
+        embeddings = target.get_input_embeddings()(torch.tensor([blocks]))
+    at = torch.tensor([anchors])
+    hidden = naive_forward(drafter, features, embeddings, at, torch.ones_like(at, dtype=torch.bool))
+    return hidden[0], out.logits[0]
+
+
+def _block_weights(
+    losses: dict[int, Tensor], block_size: int, rules: StepRules
+) -> dict[int, float]:
+    """Weight of each label of a block, by its slot."""
+    if rules.weighting == "decay":
+        return {k: math.exp(-(k - 1) / rules.gamma) for k in losses}
+    slots = range(1, block_size)
+    probs = [math.exp(-losses[k].item()) if k in losses else 0.0 for k in slots]
+    found = dpace_by_loops(probs, [k in losses for k in slots], rules.alpha)
+    return {k: found[k - 1] for k in losses}

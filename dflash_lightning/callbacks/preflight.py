@@ -141,7 +141,11 @@ class Preflight(Callback):
 
 def heaviest_of(data: DFlashDataModule) -> list[Heavy]:
     """The heaviest batches of the current plan of a data module."""
-    dials = {"rate": data.anchor_rate, "limit": data.anchors_per_row}
+    dials = {
+        "rate": data.anchor_rate,
+        "limit": data.anchors_per_row,
+        "whole_block": data.whole_block,
+    }
 
     def count(rows: np.ndarray) -> np.ndarray:
         masks = (data.train_store.row(int(row))[1] for row in data.train_rows[rows])

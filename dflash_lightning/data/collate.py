@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from dflash_lightning.data.features import FeatureCache
 from dflash_lightning.data.store import RowStore
-from dflash_lightning.functional.anchors import VALIDATION, draw_anchors, label_counts
+from dflash_lightning.functional.anchors import VALIDATION, draw_anchors, labelled_slots
 
 
 class BatchIndex(NamedTuple):
@@ -59,6 +59,9 @@ class RowBatches(Dataset):
         seed: Of the anchors.
         anchor_rate: Anchors per supervised token.
         anchors_per_row: Most anchors of a row.
+        whole_block: Block size that must fit into the row behind an anchor; None asks for a pair of
+            supervised tokens instead.
+        label_holes: Label supervised slots behind a gap too.
         features: Cached features, if any.
     """
 
@@ -70,6 +73,8 @@ class RowBatches(Dataset):
         seed: int,
         anchor_rate: float,
         anchors_per_row: int,
+        whole_block: int | None = None,
+        label_holes: bool = False,
         features: FeatureCache | None = None,
     ) -> None:
         self.store = store
@@ -77,6 +82,8 @@ class RowBatches(Dataset):
         self.seed = seed
         self.anchor_rate = anchor_rate
         self.anchors_per_row = anchors_per_row
+        self.whole_block = whole_block
+        self.label_holes = label_holes
         self.features = features
 
     def __getitem__(self, index: BatchIndex) -> Batch:
@@ -113,15 +120,20 @@ class RowBatches(Dataset):
 
     def _anchors(self, index: BatchIndex, row: int, mask: np.ndarray) -> np.ndarray:
         key = (VALIDATION, row) if index.epoch is None else (self.seed, index.epoch, row)
-        return draw_anchors(mask, rate=self.anchor_rate, limit=self.anchors_per_row, key=key)
+        return draw_anchors(
+            mask,
+            rate=self.anchor_rate,
+            limit=self.anchors_per_row,
+            key=key,
+            whole_block=self.whole_block,
+        )
 
     def _labels(
         self, first_block: int, ids: np.ndarray, mask: np.ndarray, anchors: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Flat slot and token of every label of a row: the supervised prefix after each anchor."""
-        counts = label_counts(mask, anchors, self.block_size)
-        block = np.repeat(np.arange(len(anchors)), counts)
-        k = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+        """Flat slot and token of every label of a row."""
+        labelled = labelled_slots(mask, anchors, self.block_size, holes=self.label_holes)
+        block, k = np.nonzero(labelled)
         return (first_block + block) * self.block_size + k, ids[anchors[block] + k].astype(np.int64)
 
     def _features(self, index: BatchIndex) -> Tensor | None:

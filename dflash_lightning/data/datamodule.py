@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import lightning as L
 import numpy as np
@@ -23,9 +23,12 @@ from dflash_lightning.data.run_plan import Position, RunPlan
 from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
 from dflash_lightning.data.store import RowStore, check_val_fraction, split_rows
 from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.functional.head import Goal
 from dflash_lightning.target import HFTarget
 
 QUICKSTART = "quickstart"
+
+AnchorRule = Literal["pair", "block"]
 
 
 class DFlashDataModule(L.LightningDataModule):
@@ -41,6 +44,11 @@ class DFlashDataModule(L.LightningDataModule):
         val_fraction: Share of the store's conversations that is held back for validation.
         anchor_rate: Anchors per supervised token.
         anchors_per_row: Most anchors of a row.
+        anchor_rule: What a position needs to be an anchor: ``pair`` that it and the next one are
+            supervised; ``block``, for parity with other trainers, that it is supervised and the
+            whole block lies inside the row.
+        label_holes: Label supervised tokens of a block behind a gap too, for parity with other
+            trainers; otherwise labels end at the first gap, where a verifier stops.
         cache_features: Keep the target's features of every row on disk: right for small data only.
         block_size: Tokens of a block, anchor included; under a trainer the drafter's own is taken.
     """
@@ -55,6 +63,8 @@ class DFlashDataModule(L.LightningDataModule):
         val_fraction: float = 0.05,
         anchor_rate: float = 0.25,
         anchors_per_row: int = 512,
+        anchor_rule: AnchorRule = "pair",
+        label_holes: bool = False,
         cache_features: bool = False,
         block_size: int = 16,
     ) -> None:
@@ -78,6 +88,8 @@ class DFlashDataModule(L.LightningDataModule):
         self.val_fraction = val_fraction
         self.anchor_rate = anchor_rate
         self.anchors_per_row = anchors_per_row
+        self.anchor_rule: AnchorRule = anchor_rule
+        self.label_holes = label_holes
         self.cache_features = cache_features
         self.block_size = block_size
         self.rank, self.world_size, self.accumulate = 0, 1, 1
@@ -124,6 +136,11 @@ class DFlashDataModule(L.LightningDataModule):
     def _fit_to_model(self, trainer: L.Trainer) -> None:
         """Take what the model decides, and check the stores against it."""
         module = self._module
+        if self.cache_features and module.goal != "ce":
+            raise ValueError(
+                f"model.goal must be ce where data.cache_features is true, got {module.goal}: the "
+                "target's logits are not cached. Set one of them to another value."
+            )
         spec = module.drafter.spec
         self.block_size = spec.block_size
         for store in {s.path: s for s in (self.train_store, self.val_store)}.values():
@@ -169,6 +186,15 @@ class DFlashDataModule(L.LightningDataModule):
         """Real tokens that all ranks together see in an epoch."""
         return self.run_plan.tokens_per_epoch
 
+    @property
+    def most_anchors(self) -> int:
+        """Anchors that no batch exceeds.
+
+        A row's share is rounded up, and no row has more than its limit.
+        """
+        rows, tokens = self.batching.max_rows, self.batching.token_budget
+        return min(self.anchors_per_row * rows, int(self.anchor_rate * tokens) + rows)
+
     def num_steps(self, epochs: int, *, at_most: int | None = None) -> int:
         """Optimizer steps up to the end of an epoch; see :meth:`RunPlan.num_steps`."""
         return self.run_plan.num_steps(epochs, at_most=at_most)
@@ -184,6 +210,11 @@ class DFlashDataModule(L.LightningDataModule):
         if self.trainer is not None:
             tell_epoch_length(self.trainer, self.plan.num_steps * self.accumulate)
 
+    @property
+    def whole_block(self) -> int | None:
+        """Block size that must fit into a row behind an anchor; None under the rule ``pair``."""
+        return self.block_size if self.anchor_rule == "block" else None
+
     def settings(self) -> dict[str, Any]:
         """What decides the rows of a batch and their anchors, by full name, in plain types."""
         batching = {f"data.batching.{k}": v for k, v in asdict(self.batching).items()}
@@ -197,6 +228,8 @@ class DFlashDataModule(L.LightningDataModule):
             "data.cache_features": self.cache_features,
             "data.anchor_rate": self.anchor_rate,
             "data.anchors_per_row": self.anchors_per_row,
+            "data.anchor_rule": self.anchor_rule,
+            "data.label_holes": self.label_holes,
         }
 
     def position(self) -> Position:
@@ -274,6 +307,8 @@ class DFlashDataModule(L.LightningDataModule):
             seed=self.seed,
             anchor_rate=self.anchor_rate,
             anchors_per_row=self.anchors_per_row,
+            whole_block=self.whole_block,
+            label_holes=self.label_holes,
             features=self.features.get(store.path),
         )
         return TimedLoader(
@@ -306,3 +341,4 @@ class TrainsDrafter(Protocol):
 
     target: HFTarget
     drafter: Drafter
+    goal: Goal

@@ -10,11 +10,11 @@ def accepted_length(correct: Tensor, label_valid: Tensor) -> Tensor:
     """Count the leading draft tokens that are right, bonus token excluded.
 
     Args:
-        correct: Whether draft token k is the label, bool ``[..., K-1]``.
-        label_valid: Whether draft token k has a label, bool ``[..., K-1]``; a prefix of each block.
+        correct: Whether draft token k is right, bool ``[..., K-1]``.
+        label_valid: Whether draft token k has a label, bool ``[..., K-1]``.
 
     Returns:
-        int64 ``[...]``; slots without a label end the count and are not failures.
+        int64 ``[...]``; the first slot without a label ends the count and is no failure.
 
     >>> import torch
     >>> right = torch.tensor([[True, True, False], [True, True, True]])

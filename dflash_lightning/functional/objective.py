@@ -1,11 +1,47 @@
-"""The objective: weighted cross-entropy through a frozen head, chunk by chunk."""
+"""The objective's settings, and its weights: what each slot of a block counts."""
 
-from typing import Any, NamedTuple
+import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dflash_lightning.functional.head import Goal
+
+Weighting = Literal["decay", "dpace"]
+
 DECAY_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # DFlash (arXiv 2602.06036), appendix A.1
+DPACE_ALPHA = 0.5  # D-PACE (arXiv 2605.18810)
+
+
+def check_objective(
+    goal: Goal, weighting: Weighting, loss_decay_gamma: float | None, dpace_alpha: float
+) -> None:
+    """Refuse settings of the objective that contradict each other.
+
+    Raises:
+        ValueError: A setting is out of range, or would not be honoured.
+    """
+    if goal not in get_args(Goal) or weighting not in get_args(Weighting):
+        raise ValueError(
+            "goal must be ce, argmax or kl and weighting must be decay or dpace, "
+            f"got {goal} and {weighting}."
+        )
+    if goal == "kl" and weighting == "dpace":
+        raise ValueError(
+            "weighting must be decay with goal kl, got dpace, whose weights come from the "
+            "probability of one token. Use goal argmax."
+        )
+    if loss_decay_gamma is not None and (weighting == "dpace" or loss_decay_gamma <= 0):
+        raise ValueError(
+            "loss_decay_gamma must be positive, and null with weighting dpace, which does not read "
+            f"it, got {loss_decay_gamma}. Remove it, or use weighting decay."
+        )
+    if not 0 <= dpace_alpha <= 1 or (weighting == "decay" and dpace_alpha != DPACE_ALPHA):
+        raise ValueError(
+            f"dpace_alpha must be in [0, 1], and {DPACE_ALPHA} with weighting decay, which does "
+            f"not read it, got {dpace_alpha}. Remove it, or use weighting dpace."
+        )
 
 
 def decay_gamma(block_size: int) -> float:
@@ -33,101 +69,78 @@ def position_weights(block_size: int, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(block_size - 1) / gamma)
 
 
-class HeadLoss(NamedTuple):
-    """What the head says about M labelled slots.
+def dpace_weights(losses: Tensor, valid: Tensor, alpha: float) -> Tensor:
+    """Weight of each slot by how far drafting is likely to get (D-PACE, arXiv 2605.18810).
+
+    With the drafter's probability of the label, ``q = exp(-loss)``, smoothed to
+    ``s = (1 - alpha) q + alpha``, the chance that slot m is reached and right is
+    ``P_m = s_1 ... s_m``, and slot j weighs what it takes part in: the sum of ``P_m`` over m >= j.
+    A slot without a label is no factor of a product and no term of a sum.
 
     Args:
-        numerator: Sum of weight times cross-entropy in nats, float32 scalar; the only
-            differentiable part.
-        cross_entropy: Per slot in nats, float32 ``[M]``.
-        correct: Whether the label is the most likely token, bool ``[M]``.
+        losses: Cross-entropy of each slot in nats, ``[blocks, slots]``; no gradient flows into it.
+        valid: Whether a slot has a label, bool ``[blocks, slots]``.
+        alpha: Floor of ``s``, 0 .. 1; at 1 every label counts those that follow it, and itself.
+
+    Returns:
+        Weights, float32 ``[blocks, slots]``, zero without a label.
+
+    >>> even = torch.full((1, 3), 0.5).log().neg()  # probability 1/2: s = 3/4
+    >>> dpace_weights(even, torch.tensor([[True, True, True]]), alpha=0.5)
+    tensor([[1.7344, 0.9844, 0.4219]])
+    >>> dpace_weights(even, torch.tensor([[True, False, True]]), alpha=0.5)
+    tensor([[1.3125, 0.0000, 0.5625]])
     """
+    smooth = (1 - alpha) * torch.exp(-losses.detach().float()) + alpha
+    reached = torch.where(valid, smooth, 1.0).cumprod(1)
+    # Not cumsum, which has no deterministic form on CUDA; a block is short.
+    slots = valid.shape[1]
+    pairs = torch.ones(slots, slots, dtype=torch.bool, device=valid.device).triu()
+    pairs = pairs & valid[:, :, None] & valid[:, None, :]
+    return torch.where(pairs, reached[:, None, :], 0.0).sum(2)
 
-    numerator: Tensor
-    cross_entropy: Tensor
-    correct: Tensor
 
-
-class ChunkedHead:
-    """Cross-entropy through a frozen head without a ``[M, V]`` tensor.
-
-    The head is frozen, so the gradient with respect to the hidden states is made in the forward
-    pass of each
-    chunk: two matrix products a chunk, nothing recomputed. The buffers live as long as the object.
+def untrained_dpace_weights(block_size: int, alpha: float, vocab_size: int) -> Tensor:
+    """:func:`dpace_weights` of a whole block under a drafter that finds all tokens equally likely.
 
     Args:
-        chunk_bytes: Size of one chunk of float32 logits.
+        block_size: Tokens of a block, anchor included (K).
+        alpha: Floor of the smoothed probability.
+        vocab_size: Tokens to choose from.
+
+    Returns:
+        Weights, float32 ``[K - 1]``.
+
+    >>> untrained_dpace_weights(4, alpha=0.5, vocab_size=10**9)
+    tensor([0.8750, 0.3750, 0.1250])
     """
-
-    def __init__(self, chunk_bytes: int = 100_000_000) -> None:
-        self.chunk_bytes = chunk_bytes
-        self._buffers: dict[torch.dtype, Tensor] = {}
-
-    def __call__(self, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> HeadLoss:
-        """Evaluate M labelled slots.
-
-        Args:
-            hidden: Output-normed hidden states, ``[M, D]``.
-            head: Frozen head, ``[V, D]``; products are made in its dtype, sums in float32.
-            labels: Token ids, int64 ``[M]``.
-            weights: Weight of each slot, float32 ``[M]``.
-        """
-        return HeadLoss(*_HeadLoss.apply(hidden, head, labels, weights, self))
-
-    def buffer(self, rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A reused ``[rows, vocab]`` tensor on the device of ``like``."""
-        kept = self._buffers.get(dtype)
-        if kept is None or kept.device != like.device or kept.numel() < rows * vocab:
-            kept = self._buffers[dtype] = torch.empty(rows * vocab, dtype=dtype, device=like.device)
-        return kept[: rows * vocab].view(rows, vocab)
+    losses = torch.full((1, block_size - 1), math.log(vocab_size))
+    return dpace_weights(losses, torch.ones_like(losses, dtype=torch.bool), alpha)[0]
 
 
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        buffers: ChunkedHead,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        cross_entropy = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        correct = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(hidden)
-        rows = max(1, buffers.chunk_bytes // (4 * head.shape[0]))
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(labels), rows):
-                part = slice(start, start + rows)
-                cross_entropy[part], correct[part], gradient[part] = _chunk(
-                    hidden[part].to(head.dtype), head, labels[part], weights[part], buffers
-                )
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(cross_entropy, correct)
-        return (cross_entropy * weights).sum(), cross_entropy, correct
+def dpace_label_weights(
+    losses: Tensor, label_slots: Tensor, *, num_blocks: int, block_size: int, alpha: float
+) -> Tensor:
+    """:func:`dpace_weights` of M labelled slots.
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # A factor that is not 1 must not be rounded into bf16 here: multiply in float32.
-        (gradient,) = ctx.saved_tensors
-        return (gradient.float() * upstream[0]).to(gradient.dtype), None, None, None, None
+    Args:
+        losses: Cross-entropy of each label in nats, ``[M]``.
+        label_slots: Flat index of each label into ``[blocks, K]``, int64 ``[M]``.
+        num_blocks: Blocks, empty ones included.
+        block_size: Tokens of a block, anchor included (K).
+        alpha: Floor of the smoothed probability.
 
+    Returns:
+        Weights, float32 ``[M]``.
 
-def _chunk(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, buffers: ChunkedHead
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy, correctness and weighted gradient of a few slots, in place in the buffers."""
-    size = (len(labels), head.shape[0])
-    raw = torch.mm(hidden, head.T, out=buffers.buffer(*size, hidden, head.dtype))
-    narrow = head.dtype != torch.float32
-    logits = buffers.buffer(*size, hidden, torch.float32).copy_(raw) if narrow else raw
-    label = labels[:, None]
-    best = logits.argmax(dim=1, keepdim=True)
-    top, of_label = logits.gather(1, best), logits.gather(1, label)
-    probs = torch.softmax(logits, dim=1, out=logits)
-    # the most likely token has at least probability 1 / V: its logarithm is safe
-    cross_entropy = top - probs.gather(1, best).log() - of_label
-    slope = probs.scatter_add_(1, label, torch.full_like(of_label, -1.0))
-    gradient = torch.mm(raw.copy_(slope) if narrow else slope, head)
-    # weights in float32, after the product: a factor must not be rounded to bf16
-    return cross_entropy[:, 0], best[:, 0] == labels, gradient.float() * weights[:, None]
+    >>> losses = torch.full((2,), 0.5).log().neg()
+    >>> dpace_label_weights(losses, torch.tensor([5, 6]), num_blocks=2, block_size=4, alpha=0.5)
+    tensor([1.3125, 0.5625])
+    """
+    size = num_blocks * block_size
+    in_blocks = losses.new_zeros(size).index_copy(0, label_slots, losses.detach())
+    valid = torch.zeros(size, dtype=torch.bool, device=losses.device)
+    valid.index_fill_(0, label_slots, True)
+    shape = (num_blocks, block_size)
+    weights = dpace_weights(in_blocks.view(shape), valid.view(shape), alpha)
+    return weights.flatten().index_select(0, label_slots)

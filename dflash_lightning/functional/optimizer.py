@@ -1,22 +1,42 @@
-"""AdamW with decay on matrices only, whole or sharded over ranks."""
+"""AdamW with decay on matrices only, whole or sharded over ranks; scaling and clipping."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+FUSED = ("cpu", "cuda")  # devices with one kernel for a whole update: a quarter of the time
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Holds a restored shard once: the base class keeps it in its own state as well."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore this rank's moments; AdamW's step counts go to the CPU, where they are read."""
-        super().load_state_dict(state_dict)
+        """Restore this rank's moments.
+
+        AdamW's step counts go where they are read: by the fused kernel on the device, else by the
+        host.
+        """
+        super().load_state_dict(keep_kernel(self, state_dict))
         self.state.clear()
-        for state in self.optim.state.values():
-            state["step"] = state["step"].cpu()
+        fused = self.param_groups[0]["fused"]
+        for parameter, state in self.optim.state.items():
+            state["step"] = state["step"].to(parameter.device if fused else "cpu")
+
+
+def keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state to restore, with the kernel of this process: a checkpoint may be of another device.
+
+    Args:
+        optimizer: Restores the state.
+        state: Its groups say which kernel made the updates that are done.
+    """
+    own = optimizer.param_groups[0]
+    kernel = {name: own[name] for name in ("fused", "foreach")}
+    return {**state, "param_groups": [{**group, **kernel} for group in state["param_groups"]]}
 
 
 def check_rates(
@@ -66,9 +86,39 @@ def make_optimizer(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    fused = True if all(p.device.type in FUSED for p in model.parameters()) else None
     if shard:
-        return ShardedOptimizer(groups, torch.optim.AdamW, lr=lr, betas=betas)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas)
+        return ShardedOptimizer(groups, torch.optim.AdamW, lr=lr, betas=betas, fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
+    optimizer.register_load_state_dict_pre_hook(keep_kernel)
+    return optimizer
+
+
+@torch.no_grad()
+def scale_and_clip(
+    parameters: Iterable[Tensor], factor: Tensor, max_norm: float | None = None
+) -> Tensor:
+    """Multiply all gradients by a factor, then clip them by global norm; the host reads nothing.
+
+    Both are one multiplication in float32, so the gradients are gone through twice in all. Without
+    the clip it is the same as with a norm that is never reached.
+
+    Args:
+        parameters: Those without a gradient count nothing.
+        factor: Scalar on the device of the gradients.
+        max_norm: What the norm may be after the factor; None does not clip.
+
+    Returns:
+        Norm after the factor and before the clip, float32 scalar; not finite where a gradient is
+        not, and then the gradients are not either.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    factor = factor.float()
+    norm = torch.nn.utils.get_total_norm(gradients) * factor
+    if max_norm:
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)
+    return norm
 
 
 def set_rates(

@@ -68,7 +68,7 @@ class StepStatistics:
     ...     lengths=torch.tensor([8, 9]),
     ...     row_of_label=torch.tensor([0, 0, 1]),
     ...     weights=torch.tensor([1.0, 0.5, 1.0]),
-    ...     cross_entropy=torch.tensor([2.0, 4.0, 3.0]),
+    ...     losses=torch.tensor([2.0, 4.0, 3.0]),
     ...     correct=torch.tensor([True, False, False]),
     ...     padded_tokens=18,
     ...     anchors=2,
@@ -99,7 +99,7 @@ class StepStatistics:
         lengths: Tensor,
         row_of_label: Tensor,
         weights: Tensor,
-        cross_entropy: Tensor,
+        losses: Tensor,
         correct: Tensor,
         padded_tokens: int,
         anchors: Tensor | int,
@@ -111,8 +111,8 @@ class StepStatistics:
             lengths: Real tokens of each row, int64 ``[B]``, on the device.
             row_of_label: Row of the batch to which each label belongs, int64 ``[M]``.
             weights: Weight of each label, float32 ``[M]``.
-            cross_entropy: Of each label in nats, float32 ``[M]``.
-            correct: Whether each draft token is the label, bool ``[M]``.
+            losses: Of each label in nats, float32 ``[M]``.
+            correct: Whether each draft token is the goal's, bool ``[M]``.
             padded_tokens: Tokens of the batch with padding.
             anchors: Their number, or a tensor whose sum it is.
         """
@@ -120,7 +120,7 @@ class StepStatistics:
         if not len(rows):
             return
         weights = weights.detach().double()
-        losses = weights * cross_entropy.detach().double()
+        weighted = weights * losses.detach().double()
         none = lengths.new_zeros(len(rows), dtype=torch.float64)
         self._rows.append(
             RowSums(
@@ -128,12 +128,12 @@ class StepStatistics:
                 # left-open, right-closed: as many inner edges as are below the length
                 bucket=(lengths[:, None] > self._inner).sum(1),
                 log_length=lengths.double().log(),
-                s=none.index_add(0, row_of_label, losses),
+                s=none.index_add(0, row_of_label, weighted),
                 n=none.index_add(0, row_of_label, weights),
             )
         )
         count = anchors.sum() if isinstance(anchors, Tensor) else lengths.new_full((), anchors)
-        sums = [losses.sum(), weights.sum(), correct.sum(), lengths.sum(), count]
+        sums = [weighted.sum(), weights.sum(), correct.sum(), lengths.sum(), count]
         self._sums.append(torch.stack([x.double() for x in sums]))
         for i, more in enumerate((len(rows), padded_tokens, len(row_of_label))):
             self._counts[i] += more

@@ -5,6 +5,7 @@ What the numbers mean: :mod:`dflash_lightning.functional.step_statistics`.
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ class StepTotals:
         """Sum of weights, float64 scalar."""
         return self.first[1]
 
-    def read(self) -> dict[str, Any]:
+    def read(self, grad_norm: Tensor | None = None) -> dict[str, Any]:
         """Plain numbers, with the one host read of a step.
+
+        Args:
+            grad_norm: Norm of the gradient, a scalar that is read along with the totals.
 
         Returns:
             ``loss`` in nats and ``accuracy``, NaN without weight or labels; ``weight``; the counts
@@ -53,13 +57,14 @@ class StepTotals:
             ``extra``, the sums of what was given; ``bad_rows``, numbers of rows whose loss is not
             finite, at most four a rank; ``top_row``, the row that deviates most, with
             ``top_share``, its part of its bucket's deviations, and ``top_pull``, the change of the
-            loss that it causes in nats, each None where there is none; and a list with one entry
+            loss that it causes in nats, each None where there is none; a list with one entry
             per bucket for ``loss_k``, ``weight_k``, ``rows_k``, ``noise_k``, ``eff_k`` and
-            ``length_k``, None where a value does not exist.
+            ``length_k``, None where a value does not exist; and ``grad_norm`` if it was given.
         """
         k = self.num_buckets
-        values = torch.cat([self.first, self.second]).tolist()
-        first, second = values[: len(self.first)], values[len(self.first) :]
+        beside = [] if grad_norm is None else [grad_norm.double().view(1)]
+        values = iter(torch.cat([self.first, self.second, *beside]).tolist())
+        first, second = (list(islice(values, len(sums))) for sums in (self.first, self.second))
         numerator, weight, *counts = first[:SUMS]
         correct, tokens, anchors, rows, padded, labels = map(int, counts)
         sums = _parts(first[len(first) - BUCKET_SUMS * k :], k)
@@ -80,6 +85,7 @@ class StepTotals:
             **_top(slots, deviations, loss, sum(sums[1])),
             "bad_rows": sorted(int(i) - 1 for slot in slots for i in slot[CANDIDATE:] if i),
             **_bucket_lists(sums, squares),
+            **({} if grad_norm is None else {"grad_norm": next(values)}),
         }
 
 

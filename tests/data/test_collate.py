@@ -96,6 +96,21 @@ def test_slot_k_of_a_block_is_labelled_with_the_token_k_after_its_anchor(tmp_pat
     assert anchors_of(batch, 0) == list(range(8, 39))
 
 
+def test_labels_behind_a_gap_on_request(tmp_path) -> None:
+    rows = batches(stored(tmp_path, IDS, MASKS), block_size=5, label_holes=True)
+    assert labels_of(rows[index([0], width=6)], 0, block_size=5) == {
+        (1, 1): 12, (1, 2): 13, (1, 4): 15, (2, 1): 13, (2, 3): 15,
+    }  # fmt: skip
+
+
+def test_anchors_whose_block_lies_in_the_row_need_no_supervised_successor(tmp_path) -> None:
+    rows = batches(stored(tmp_path, IDS, MASKS), block_size=3, whole_block=3)
+    batch = rows[index([0, 1], width=9)]  # padding does not let blocks reach further
+    assert anchors_of(batch, 0) == [1, 2, 3]
+    assert anchors_of(batch, 1) == []
+    assert labels_of(batch, 0, block_size=3) == {(1, 1): 12, (1, 2): 13, (2, 1): 13}
+
+
 def test_a_place_without_rows_is_one_padding_token_that_counts_for_nothing(tmp_path) -> None:
     batch = batches(stored(tmp_path, IDS, MASKS))[BatchIndex(None, np.zeros(0, np.int64), 1)]
     assert batch.rows.shape == batch.labels.shape == batch.label_slots.shape == (0,)
@@ -126,14 +141,21 @@ def test_cached_features_stand_beside_their_tokens(tmp_path) -> None:
 # -- a slow twin -----------------------------------------------------------------------------------
 
 
-def walk(ids: list[int], mask: list[bool], anchors: list[int], block_size: int) -> dict:
-    """Walk from each anchor over supervised tokens until a gap, the row's end or the block's."""
+def walk(
+    ids: list[int], mask: list[bool], anchors: list[int], block_size: int, *, holes: bool
+) -> dict:
+    """Walk from each anchor over supervised tokens until the row's end, the block's or a gap.
+
+    With holes a gap is stepped over.
+    """
     found = {}
     for anchor in anchors:
         for slot in range(1, block_size):
             position = anchor + slot
-            if position >= len(ids) or not mask[position]:
+            if position >= len(ids) or not (mask[position] or holes):
                 break
+            if not mask[position]:
+                continue
             found[anchor, slot] = ids[position]
     return found
 
@@ -159,22 +181,30 @@ ROW = st.integers(0, 12).flatmap(
     limit=st.sampled_from([1, 3, 512]),
     epoch=st.sampled_from([None, 0, 7]),
     extra=st.integers(0, 5),
+    whole=st.booleans(),
+    holes=st.booleans(),
 )
 def test_a_batch_is_what_a_walk_over_its_rows_gives(
-    tmp_path_factory, masks, block_size, rate, limit, epoch, extra
+    tmp_path_factory, masks, block_size, rate, limit, epoch, extra, whole, holes
 ) -> None:
     ids = [[100 * n + t for t in range(len(mask))] for n, mask in enumerate(masks)]
     store = stored(tmp_path_factory.mktemp("twin"), ids, masks)
-    rows = batches(store, block_size=block_size, anchor_rate=rate, anchors_per_row=limit)
+    rules = {"whole_block": block_size if whole else None, "label_holes": holes}
+    rows = batches(store, block_size=block_size, anchor_rate=rate, anchors_per_row=limit, **rules)
     width = max(map(len, masks)) + extra
     batch = rows[index(range(len(masks)), width=width, epoch=epoch)]
     for n, mask in enumerate(masks):
         anchors = anchors_of(batch, n)
-        valid = [t for t in range(len(mask) - 1) if mask[t] and mask[t + 1]]
+        if whole:
+            valid = [t for t in range(len(mask) - block_size + 1) if mask[t]]
+        else:
+            valid = [t for t in range(len(mask) - 1) if mask[t] and mask[t + 1]]
         assert anchors == sorted(set(anchors))
         assert set(anchors) <= set(valid)
         assert len(anchors) == min(len(valid), limit, int(np.ceil(rate * sum(mask))))
-        assert labels_of(batch, n, block_size) == walk(ids[n], mask, anchors, block_size)
+        assert labels_of(batch, n, block_size) == walk(
+            ids[n], mask, anchors, block_size, holes=holes
+        )
         assert batch.input_ids[n].tolist() == ids[n] + [0] * (width - len(ids[n]))
     assert batch.anchors.shape == (len(masks), int(batch.anchor_valid.sum(1).max()))
     assert (batch.label_slots.diff() > 0).all()

@@ -377,7 +377,7 @@ def test_an_empty_place_adds_nothing_to_validation(store) -> None:
     sums = module.sums(data.val_dataloader().dataset[place])
     assert len(place.rows) == 0
     assert sums.numerator == 0
-    assert len(sums.weights) == len(sums.cross_entropy) == len(sums.correct) == 0
+    assert len(sums.weights) == len(sums.losses) == len(sums.correct) == 0
 
 
 def test_without_validation_rows_a_fit_runs_without_validation(store) -> None:

@@ -78,7 +78,7 @@ def test_the_columns_are_those_that_training_writes():
             lengths=torch.tensor(length),
             row_of_label=torch.arange(rows.size),
             weights=torch.tensor(n),
-            cross_entropy=torch.tensor(loss),
+            losses=torch.tensor(loss),
             correct=torch.ones(rows.size, dtype=torch.bool),
             padded_tokens=1,
             anchors=1,

@@ -45,6 +45,14 @@ def test_a_right_token_behind_a_wrong_one_does_not_count():
     assert accepted_length(right, torch.ones_like(right)).tolist() == [1, 0]
 
 
+@SEARCH
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=15))
+def test_a_hole_in_the_labels_ends_the_count_whatever_follows(block: list[tuple[bool, bool]]):
+    right, valid = map(list, zip(*block, strict=True))
+    found = accepted_length(torch.tensor(right), torch.tensor(valid)).item()
+    assert found == prefix_by_walking(right, valid)
+
+
 def test_means_over_all_blocks_come_from_sums_however_blocks_are_batched():
     # LM-08 for acceptance: 1 block that keeps 2 beside 9 that keep nothing is 0.2, not 1.0
     right = torch.tensor([[True, True]] + [[False, True]] * 9)

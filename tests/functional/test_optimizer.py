@@ -1,6 +1,7 @@
 """The optimizer: what decays, what a restart gives back, and the same updates when sharded."""
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,12 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dflash_lightning.functional.optimizer import check_rates, make_optimizer, set_rates
+from dflash_lightning.functional.optimizer import (
+    check_rates,
+    make_optimizer,
+    scale_and_clip,
+    set_rates,
+)
 from dflash_lightning.functional.schedule import schedule_factor
 
 DIALS = {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.01}
@@ -131,6 +137,105 @@ def test_one_changed_rate_leaves_the_others(name: str) -> None:
     matrices, vectors = rates(training.optimizer)
     assert matrices[name] == (CHANGED[name] if name != "lr" else CHANGED["lr"] * factor(5))
     assert vectors["weight_decay"] == 0.0
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def test_updates_are_those_of_the_plain_formula() -> None:
+    # Decoupled weight decay, arXiv 1711.05101, algorithm 2.
+    training = Training()
+    expected = [weight.double() for weight in training.weights()]
+    first = [torch.zeros_like(x) for x in expected]
+    second = [torch.zeros_like(x) for x in expected]
+    for step in range(1, 7):
+        rate = DIALS["lr"] * factor(step - 1)
+        training.train(1)
+        for i, weight in enumerate(training.model.parameters()):
+            gradient, (b1, b2) = weight.grad.double(), DIALS["betas"]
+            first[i] = b1 * first[i] + (1 - b1) * gradient
+            second[i] = b2 * second[i] + (1 - b2) * gradient**2
+            root = (second[i] / (1 - b2**step)).sqrt() + 1e-8
+            decay = 0.01 if weight.dim() == 2 else 0.0
+            expected[i] *= 1 - rate * decay
+            expected[i] -= rate * first[i] / (1 - b1**step) / root
+    for weight, value in zip(training.weights(), expected, strict=True):
+        torch.testing.assert_close(weight.double(), value, rtol=1e-6, atol=1e-8)
+
+
+def test_one_kernel_updates_all_and_a_state_of_another_does_not_change_that() -> None:
+    training = Training()
+    training.train(3)
+    assert [group["fused"] for group in training.optimizer.param_groups] == [True, True]
+    state = training.state()
+    for group in state["optimizer"]["param_groups"]:
+        group.update(fused=None, foreach=False)  # as an earlier version saved it
+    resumed = Training()
+    resumed.restore(state)
+    assert [group["fused"] for group in resumed.optimizer.param_groups] == [True, True]
+    assert [group["foreach"] for group in resumed.optimizer.param_groups] == [None, None]
+    training.train(3)
+    resumed.train(3)
+    assert equal(resumed.weights(), training.weights())
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_without_gradients_a_step_changes_nothing(alone: None, shard: bool) -> None:
+    training = Training(shard=shard)
+    training.train(2)
+    before = training.weights()
+    inner = training.optimizer.optim if shard else training.optimizer
+    moments = [s["exp_avg"].clone() for s in inner.state.values()]
+    for weight in training.model.parameters():
+        weight.grad = None
+    training.optimizer.step()
+    assert equal(training.weights(), before)
+    assert equal([s["exp_avg"] for s in inner.state.values()], moments)
+    assert {int(s["step"]) for s in inner.state.values()} == {2}
+
+
+# -- scaling and clipping --------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    scale=st.sampled_from([1e-3, 0.25, 1.0, 40.0]),
+    max_norm=st.sampled_from([None, 0.0, 1e-3, 1.0, 1e6]),
+    seed=st.integers(0, 99),
+)
+def test_scaling_and_clipping_at_once_are_one_after_the_other(
+    scale: float, max_norm: float | None, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    ours, theirs = Training().model, Training().model
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        one.grad = torch.randn(one.shape, generator=draw)
+        two.grad = one.grad * scale
+    norm = scale_and_clip(ours.parameters(), torch.tensor(scale, dtype=torch.float64), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_has_such_a_norm(value: float) -> None:
+    model = Training().model
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    model[2].weight.grad[1, 2] = value
+    norm = scale_and_clip(model.parameters(), torch.tensor(0.5), 1.0)
+    assert not math.isfinite(norm)
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    model = Training().model
+    model[2].weight.grad = torch.full((3, 7), 2.0)
+    norm = scale_and_clip(model.parameters(), torch.tensor(0.5), 1.0)
+    assert float(norm) == pytest.approx(21**0.5)
+    torch.testing.assert_close(model[2].weight.grad, torch.full((3, 7), 21**-0.5))
+    assert model[0].weight.grad is None
 
 
 # -- sharded ---------------------------------------------------------------------------------------

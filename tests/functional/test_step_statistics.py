@@ -55,7 +55,7 @@ def add(statistics: StepStatistics, rows: Sequence[Row], device: str = "cpu") ->
         lengths=torch.tensor(lengths).to(device),
         row_of_label=torch.tensor(of_label, dtype=torch.int64).to(device),
         weights=torch.tensor([x for row in rows for x in row.weights]).to(device),
-        cross_entropy=losses.to(device),
+        losses=losses.to(device),
         correct=(losses < 3).to(device),
         padded_tokens=len(lengths) * max(lengths) if rows else 1,
         anchors=torch.tensor([row.weights != () for row in rows], dtype=torch.bool).to(device),
@@ -299,7 +299,7 @@ def test_extras_may_be_numbers_or_a_tensor():
 
 def test_anchors_may_be_a_number_or_a_tensor():
     none = torch.zeros(0)
-    labels = {"weights": none, "cross_entropy": none, "correct": none.bool(), "row_of_label": none.long()}  # fmt: skip # noqa: E501
+    labels = {"weights": none, "losses": none, "correct": none.bool(), "row_of_label": none.long()}  # fmt: skip # noqa: E501
     for anchors in (3, torch.tensor(3), torch.tensor([[True, True], [True, False]])):
         statistics = make_ranks(1)[0]
         statistics.add(
