@@ -22,6 +22,7 @@ from dflash_lightning.callbacks import (
     AtomicCheckpointIO,
     Ledger,
     Preflight,
+    Profile,
     ResumePoints,
     RunDiagnosis,
     RunReport,
@@ -140,6 +141,11 @@ class DFlashCLI(LightningCLI):
             help="Train the heaviest batches before step 0, without a trace: memory runs out then.",
         )
         parser.add_argument(
+            "--profile",
+            action="store_true",
+            help="Record the operators of a few steps, and say where the time of a step goes.",
+        )
+        parser.add_argument(
             "--rehearse",
             action="store_true",
             help="Two steps, a save, a restart, an export in a folder that goes; then say what the "
@@ -214,7 +220,8 @@ class DFlashCLI(LightningCLI):
         if self._get(config, "trainer")["enable_progress_bar"] is not False:
             callbacks.append(TokenProgressBar())
         # What callbacks before the ledger do is part of a step; the diagnosis reads what it wrote.
-        callbacks += [Ledger(), self._get(config, "diagnosis")]
+        profile = Profile(enabled=self._get(config, "profile"))
+        callbacks += [Ledger(), profile, self._get(config, "diagnosis")]
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         plugins = self._get(config, "trainer").get("plugins") or []
         plugins = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]

@@ -4,6 +4,7 @@ from dflash_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from dflash_lightning.callbacks.diagnosis import RunDiagnosis
 from dflash_lightning.callbacks.ledger import Ledger
 from dflash_lightning.callbacks.preflight import Preflight
+from dflash_lightning.callbacks.profile import Profile
 from dflash_lightning.callbacks.progress import TokenProgressBar
 from dflash_lightning.callbacks.report import RunReport, log_plan
 from dflash_lightning.callbacks.restart import WandbRun, join_run, open_wandb
@@ -16,6 +17,7 @@ __all__ = [
     "AtomicCheckpointIO",
     "Ledger",
     "Preflight",
+    "Profile",
     "ResumePoints",
     "RunDiagnosis",
     "RunReport",

@@ -7,6 +7,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.hooks import RemovableHandle
 
 from dflash_lightning.batching import EpochPlan
 from dflash_lightning.batching.cost import rank_work
@@ -20,8 +21,9 @@ from dflash_lightning.callbacks.run import callbacks_of, parts, run_folder, say
 from dflash_lightning.callbacks.step_values import step_values
 from dflash_lightning.callbacks.utilisation import flops_of, peak_of
 from dflash_lightning.data.datamodule import DFlashDataModule
-from dflash_lightning.functional.anchors import draw_anchors, label_counts
+from dflash_lightning.functional.anchors import draw_anchors, labelled_slots
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.phases import CudaInstant, HostInstant, PhaseClock
 
 FORMAT = 1
 SAMPLED_ROWS = 500  # of each bucket, for the shares of weight: a few percent of error
@@ -33,7 +35,8 @@ class Ledger(Callback):
 
     The seconds of a step are those of waiting for data and of computing, over its batches; what
     validation and saving take is in neither. They are rank 0's, who waits for the slowest rank in
-    every step; waiting for data is the mean of all ranks.
+    every step; waiting for data is the mean of all ranks. So are those of its phases, which do not
+    cover moving the batch, the host's own work and logging; see :class:`PhaseClock` for CUDA.
 
     Args:
         peak_flops: Operations a second that all ranks could do together; null looks the card up.
@@ -47,8 +50,11 @@ class Ledger(Callback):
         self.total_tokens = 0
         self.clock = Stopwatch()  # other callbacks may pause it for what is no part of a step
         self.trained_seconds = 0.0  # of the steps of this process
+        self.row: dict[str, Any] = {}  # of the last step
         self._seconds = 0.0
         self._sizes: TargetSizes | None = None
+        self._phases = PhaseClock()
+        self._update: RemovableHandle | None = None
         self._work: tuple[str, np.ndarray, np.ndarray] = ("", np.zeros(0), np.zeros(0))
 
     # -- the run --------------------------------------------------------------------------------
@@ -59,6 +65,10 @@ class Ledger(Callback):
         self.rate, self._seconds, self.trained_seconds = Rate(), 0.0, 0.0
         self.peak_flops = self.peak_flops or peak_of(trainer)
         self.total_tokens = data.num_tokens(module.total_steps())
+        phases = PhaseClock(CudaInstant if module.device.type == "cuda" else HostInstant)
+        module.phases, self._phases = phases, phases
+        update = trainer.optimizers[0].register_step_post_hook(lambda *_: phases.mark(None))
+        self._update = update
         folder = run_folder(trainer)
         if not trainer.is_global_zero:
             return
@@ -85,6 +95,8 @@ class Ledger(Callback):
         self._close()
 
     def _close(self) -> None:
+        if self._update is not None:
+            self._update.remove()
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -104,6 +116,23 @@ class Ledger(Callback):
         self._seconds += self.clock.take()
         module.extra["wait_seconds"] += data.take_wait()
         self.clock.start()
+        self._phases.start()
+
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor
+    ) -> None:
+        """The module marks what comes before."""
+        self._phases.mark("backward")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The gradients of a batch are there."""
+        self._phases.mark(None)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Reduction, clipping and update; the optimizer itself says when it is done."""
+        self._phases.mark("optimizer")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation is no part of a step."""
@@ -128,10 +157,13 @@ class Ledger(Callback):
         batch_idx: int,
     ) -> None:
         """Write and log a finished optimizer step."""
+        self._phases.stop()
         self._seconds += self.clock.take()
         if not trainer.fit_loop._should_accumulate():
             module, data = parts(trainer)
-            row = {**module.step_stats, "time": time.time(), "seconds": self._seconds}
+            phases = {f"{phase}_seconds": x for phase, x in self._phases.take().items()}
+            row = {**module.step_stats, "time": time.time(), "seconds": self._seconds, **phases}
+            self.row = row
             self._seconds = 0.0
             self.trained_seconds += row["seconds"]
             self.rate.add(tokens=row["tokens"], seconds=row["seconds"])
@@ -194,7 +226,7 @@ def run_header(module: DFlashModule, data: DFlashDataModule, report: PlanReport)
     return {
         "format": FORMAT,
         "boundaries": list(plan.boundaries),
-        "weight_share": weight_shares(data, module.slot_weights.cpu().numpy()),
+        "weight_share": weight_shares(data, module.objective.slot_weights.cpu().numpy()),
         "row_share": (rows / rows.sum()).tolist(),
         "warmup_steps": module.effective_warmup(),
         "total_steps": module.total_steps(),
@@ -224,26 +256,33 @@ def weight_shares(data: DFlashDataModule, slot_weights: np.ndarray) -> list[floa
 
     Args:
         data: After setup.
-        slot_weights: Weight of each token of a block, the anchor's first, ``[K]``.
+        slot_weights: Weight of each token of a block, the anchor's first, ``[K]``; where weights
+            depend on losses, those of a drafter that knows nothing.
 
     Returns:
         Shares that sum to 1, or zeros where no row has a label.
     """
-    up_to = np.cumsum(slot_weights, dtype=np.float64)
     buckets = data.plan.row_buckets(np.arange(len(data.train_rows)))
     weights = []
     for k in range(data.plan.num_buckets):
         rows = data.train_rows[buckets == k]
         chosen = np.unique(np.linspace(0, len(rows) - 1, SAMPLED_ROWS).round().astype(np.int64))
-        some = [_row_weight(data, int(row), up_to) for row in rows[chosen]] if len(rows) else [0.0]
+        chosen = rows[chosen] if len(rows) else rows
+        some = [_row_weight(data, int(row), slot_weights) for row in chosen] or [0.0]
         weights.append(len(rows) * float(np.mean(some)))
     total = sum(weights)
     return [weight / total if total else 0.0 for weight in weights]
 
 
-def _row_weight(data: DFlashDataModule, row: int, up_to: np.ndarray) -> float:
+def _row_weight(data: DFlashDataModule, row: int, slot_weights: np.ndarray) -> float:
     """Weight of a row's labels in epoch 0."""
     mask = data.train_store.row(row)[1]
-    rate, limit = data.anchor_rate, data.anchors_per_row
-    anchors = draw_anchors(mask, rate=rate, limit=limit, key=(data.seed, 0, row))
-    return float(up_to[label_counts(mask, anchors, data.block_size)].sum())
+    anchors = draw_anchors(
+        mask,
+        rate=data.anchor_rate,
+        limit=data.anchors_per_row,
+        key=(data.seed, 0, row),
+        whole_block=data.whole_block,
+    )
+    labelled = labelled_slots(mask, anchors, data.block_size, holes=data.label_holes)
+    return float((labelled * slot_weights.astype(np.float64)).sum())

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -174,9 +174,9 @@ class LedgerFile:
         return cut
 
     def _divide_into(self, scratch: Path, aside: Path) -> int:
-        step, columns = self._cut_at or 0, _joined(self.columns)
+        step = self._cut_at or 0
         with self.path.open("rb") as old, scratch.open("wb") as kept, aside.open("wb") as gone:
-            cut = _divide(old, kept, gone, step, columns)
+            cut = _divide(old, kept, gone, step, self.columns)
             _sync(kept)
         return cut
 
@@ -216,24 +216,57 @@ def _row_of(names: list[str], cells: list[str]) -> dict[str, Any]:
     }
 
 
-def _divide(old: BinaryIO, kept: BinaryIO, gone: BinaryIO, step: int, columns: bytes) -> int:
+def _divide(old: BinaryIO, kept: BinaryIO, gone: BinaryIO, step: int, columns: list[str]) -> int:
     """Deal the lines of a ledger: those that stay, and those that do not, which are counted.
 
-    A header stays where a row behind it does; a file with other columns does not stay at all.
+    A header stays where a row behind it does. Columns that an earlier version of this package did
+    not write are filled in, empty; a file with others does not stay at all.
     """
     headers: list[bytes] = []
-    cut, ours = 0, True
+    cut, ours, places = 0, True, range(len(columns))
+    commas = len(columns) - 1
     for line in old:
-        if line.startswith((b"# ", b"step,")):
-            ours = ours and (line == columns or line.startswith(b"# "))
+        if line.startswith(b"# "):
             headers.append(line)
             continue
-        stays = ours and _step_of(line) < step and line.count(b",") == columns.count(b",")
+        if line.startswith(b"step,"):
+            commas, places = line.count(b","), _places(line, columns)
+            ours = ours and bool(places)
+            headers.append(_joined(columns) if ours else line)
+            continue
+        whole = ours and line.endswith(b"\n") and line.count(b",") == commas
+        stays = whole and _step_of(line) < step
         target = kept if stays else gone
-        target.writelines([*headers, line])
+        target.writelines([*headers, _placed(line, places) if whole else line])
         headers.clear()
         cut += not stays
     return cut
+
+
+def _places(line: bytes, columns: list[str]) -> Sequence[int]:
+    """Where a ledger has each of our columns, -1 for one of a step that it lacks.
+
+    Args:
+        line: Names of the ledger's columns.
+        columns: Ours.
+
+    Returns:
+        As many as columns; none where the ledger has others, or other buckets.
+    """
+    names = line.decode(errors="replace").rstrip("\n").split(",")
+    if names == columns:
+        return range(len(columns))
+    if not set(names) <= set(columns) or not set(columns) - set(names) <= set(STEP_COLUMNS):
+        return []
+    return [names.index(column) if column in names else -1 for column in columns]
+
+
+def _placed(line: bytes, places: Sequence[int]) -> bytes:
+    """A row with its cells where our columns are."""
+    if isinstance(places, range):
+        return line
+    cells = [*line[:-1].split(b","), b""]  # the last one for what it lacks
+    return b",".join(cells[place] for place in places) + b"\n"
 
 
 def _step_of(line: bytes) -> float:

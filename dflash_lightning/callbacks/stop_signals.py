@@ -39,6 +39,9 @@ class StopSignals:
             self.asked = True
         for number in SIGNALS:
             handle(number, self._note)
+        # Lightning's ranks tell each other before every batch whether theirs has noted one, and
+        # wait for the device to hear it.
+        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = nothing
 
     def ignore(self) -> None:
         """The answer is under way: a second signal must not cut it off."""
@@ -52,6 +55,7 @@ class StopSignals:
         torn down at a good end, and after it at any other.
         """
         handle(signal.SIGUSR1, self._before)
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         trainer._signal_connector._original_handlers[signal.SIGUSR1] = self._before
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -64,6 +68,10 @@ def handle(number: int, handler: Any) -> Any:
     if threading.current_thread() is not threading.main_thread():
         return signal.SIG_DFL
     return signal.signal(number, handler)
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 def requeue_job() -> None:

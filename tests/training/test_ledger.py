@@ -15,13 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_lightning.callbacks.ledger_file import LedgerFile
+from dflash_lightning.callbacks.ledger_file import LedgerFile, last_rows
 from dflash_lightning.callbacks.rate import Rate, Stopwatch
+from dflash_lightning.callbacks.step_values import step_values
+from dflash_lightning.diagnosis import read_run
+from dflash_lightning.diagnosis.run import PHASE_COLUMNS
 
 HEADER = {"format": 1, "boundaries": [0, 8, 16], "world_size": 2, "plan": "abc"}
 ORDER = (
     "step,epoch,time,seconds,lr,grad_norm,skipped,loss,weight,rows,tokens,padded_tokens,anchors,"
-    "labels,tokens_seen,wait_seconds,top_row,top_share,top_pull,restart,"
+    "labels,tokens_seen,wait_seconds,target_seconds,drafter_seconds,head_seconds,backward_seconds,"
+    "optimizer_seconds,top_row,top_share,top_pull,restart,"
     "loss_0,weight_0,rows_0,noise_0,eff_0,length_0,loss_1,weight_1,rows_1,noise_1,eff_1,length_1"
 )
 
@@ -45,6 +49,11 @@ def row_of(step: int, **other: Any) -> dict[str, Any]:
         "labels": 1500,
         "tokens_seen": 4000 * (step + 1),
         "wait_seconds": 0.01,
+        "target_seconds": 0.125,
+        "drafter_seconds": 0.0625,
+        "head_seconds": 0.1,
+        "backward_seconds": 0.15,
+        "optimizer_seconds": 0.02,
         "top_row": 17,
         "top_share": 0.4,
         "top_pull": -0.02,
@@ -101,8 +110,8 @@ def test_columns_values_and_digits(tmp_path: Path):
     assert json.loads(first[2:]) == HEADER
     assert columns == ORDER
     assert row == (
-        "7,0,1767225600.123,0.5,1.2e-05,0.25,0,3.333333,3512,12,4000,4100,300,1500,32000,0.01,17,"
-        "0.4,-0.02,0,3,3512,12,0.001428571,9.5,1.5,,0,0,,0,"
+        "7,0,1767225600.123,0.5,1.2e-05,0.25,0,3.333333,3512,12,4000,4100,300,1500,32000,0.01,"
+        "0.125,0.0625,0.1,0.15,0.02,17,0.4,-0.02,0,3,3512,12,0.001428571,9.5,1.5,,0,0,,0,"
     )
     assert (said, cut) == ([], 0)
 
@@ -262,6 +271,80 @@ def test_rows_with_other_columns_are_set_aside_with_their_header(tmp_path: Path)
     assert steps(tmp_path / "ledger.csv") == [3]
     assert lines(tmp_path / "ledger.csv")[1].endswith("length_2")
     assert ORDER in lines(tmp_path / "ledger-replaced.csv")
+
+
+def without_phases(path: Path) -> list[str]:
+    """Rewrite a ledger as it was before steps had phases; its rows."""
+    names = ORDER.split(",")
+    kept = [i for i, name in enumerate(names) if name not in PHASE_COLUMNS]
+    assert len(kept) == len(names) - 5
+    text = [
+        line if line[0] == "#" else ",".join(line.split(",")[i] for i in kept)
+        for line in lines(path)
+    ]
+    path.write_text("\n".join(text) + "\n")
+    return [line for line in text if line[0].isdigit()]
+
+
+def test_a_ledger_from_before_steps_had_phases_goes_on(tmp_path: Path):
+    path, replaced = tmp_path / "ledger.csv", tmp_path / "ledger-replaced.csv"
+    run(tmp_path, 0, 5)
+    new = [line for line in lines(path) if line[0].isdigit()]
+    old = without_phases(path)
+    assert all("0.0625" not in line for line in old)
+    assert run(tmp_path, 3, 7, restart=1) == 2
+    assert steps(path) == list(range(7))
+    text = lines(path)
+    assert text.count(ORDER) == 1
+    assert text[1] == ORDER
+    # Everything that was there stands in its column, and the phases are empty.
+    phases = "0.125,0.0625,0.1,0.15,0.02"
+    assert text[2:5] == [line.replace(phases, ",,,,") for line in new[:3]]
+    assert {line.count(",") for line in text[2:5]} == {ORDER.count(",")}
+    assert [line for line in lines(replaced) if line[0].isdigit()] == [
+        line.replace(phases, ",,,,") for line in new[3:]
+    ]
+    found = read_run(tmp_path)
+    assert found.step.tolist() == list(range(7))
+    assert found.loss.tolist() == [pytest.approx(10 / 3)] * 7
+    known = np.isfinite(found.column("backward_seconds"))
+    assert known.tolist() == [False] * 3 + [True] * 4
+    assert len(found.headers) == 2
+
+
+def test_a_ledger_from_before_steps_had_phases_is_read_as_it_is(tmp_path: Path):
+    run(tmp_path, 0, 5)
+    without_phases(tmp_path / "ledger.csv")
+    found = read_run(tmp_path)
+    assert found.missing == ()
+    assert found.column("wait_seconds").tolist() == [0.01] * 5
+    assert np.isnan(found.column("target_seconds")).all()
+    (row,) = last_rows(tmp_path / "ledger.csv", 1)
+    values = step_values(row)
+    assert values["data_wait_share"] == 0.02
+    assert values.keys() == step_values(row_of(0)).keys()
+
+
+@pytest.mark.parametrize("old", ["loss_1", "step", "zebra"])
+def test_rows_whose_columns_mean_something_else_are_set_aside(tmp_path: Path, old: str):
+    run(tmp_path, 0, 3)
+    path = tmp_path / "ledger.csv"
+    text = path.read_text()
+    renamed = ORDER.replace("loss_1", "loss_2") if old == "loss_1" else ORDER + f",{old}_1"
+    path.write_text(text.replace(ORDER, renamed))
+    assert run(tmp_path, 3, 4) == 3
+    assert steps(path) == [3]
+    assert renamed in lines(tmp_path / "ledger-replaced.csv")
+
+
+def test_a_line_of_an_older_ledger_that_a_kill_left_unfinished_is_set_aside(tmp_path: Path):
+    path = tmp_path / "ledger.csv"
+    run(tmp_path, 0, 5)
+    last = without_phases(path)[-1]
+    path.write_bytes(path.read_bytes()[: -len(last) + 10])
+    assert run(tmp_path, 5, 6) == 1
+    assert steps(path) == [0, 1, 2, 3, 5]
+    assert lines(tmp_path / "ledger-replaced.csv")[-1] == last[:11]
 
 
 def test_a_long_ledger_is_cut_about_as_fast_as_it_is_read(tmp_path: Path):
