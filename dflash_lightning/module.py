@@ -127,6 +127,8 @@ class DFlashModule(ResumableModule):
     def setup(self, stage: str) -> None:
         """Load the target onto this rank's device and start the drafter from it."""
         self.target.load(self.device)
+        data = self._data
+        self.drafter.reserve(self.device, data.batching.token_budget, data.most_anchors)
         if stage != "fit":
             return
         if self.trainer.precision == "16-mixed":
@@ -134,7 +136,6 @@ class DFlashModule(ResumableModule):
                 "trainer.precision must not be 16-mixed: sums of losses overflow. Use "
                 "bf16-mixed or 32-true."
             )
-        self._reserve_attention()
         if self.starts_fresh:
             self._start_weights()
         self.starts_fresh = False
@@ -142,11 +143,6 @@ class DFlashModule(ResumableModule):
             self._begin_run()
         ranks = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
         self.statistics = StepStatistics(self._data.plan.boundaries, **ranks)
-
-    def _reserve_attention(self) -> None:
-        """Make room for the heaviest batch that the data module may build."""
-        data = self._data
-        self.drafter.reserve(self.device, data.batching.token_budget, data.most_anchors)
 
     def _start_weights(self) -> None:
         """Give a new run its first weights."""

@@ -29,6 +29,7 @@ LIMITS = {
 EXPECTED = {
     "--rehearse": "rehearsal: passed",
     "auto": "going on from",
+    "--profile": "Most of a step is ",
     "decode": "output equal to the target's own for 20 of 20 prompts",
     "--baseline": "Against purple: ",
     "--step": "Step 2 of ",

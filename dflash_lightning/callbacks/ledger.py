@@ -173,7 +173,9 @@ class Ledger(Callback):
             waiting, width = self._work_of(data.plan, step)
             left = self.rate.seconds_left(self.total_tokens - row["tokens_seen"])
             values = {**step_values(row), "eta_hours": left / 3600, "rank_waiting": waiting}
-            if pl_module.device.type == "cuda":  # the gap between the two is fragmentation
+            if pl_module.device.type == "cuda":
+                values["attention_shapes"] = float(len(module.drafter.attention_shapes))
+                # the gap between the two is fragmentation
                 values["rank0_memory_peak_gb"] = (
                     torch.cuda.max_memory_allocated(pl_module.device) / 1e9
                 )
@@ -242,6 +244,7 @@ def run_header(module: DFlashModule, data: DFlashDataModule, report: PlanReport)
         "deal": batching.deal,
         **({} if few else {"deals": deals}),
         "plan": plan.fingerprint,
+        "attention": module.drafter.attention_on(module.device),
     }
 
 

@@ -121,6 +121,10 @@ class Preflight(Callback):
         say(
             f"preflight: {summary(memory, trainer.world_size)}; {self.tokens_per_second:,.0f} tok/s"
         )
+        drafter, device = parts(trainer)[0].drafter, trainer.strategy.root_device
+        if device.type != "cpu":
+            shapes = f", {len(drafter.attention_shapes)} shapes" if drafter.attention_shapes else ""
+            say(f"preflight: attention by {drafter.attention_on(device)}{shapes}")
         if memory.is_fragmented:
             say(
                 f"preflight: {gigabytes(memory.gap)} are reserved and not usable (fragmentation). "

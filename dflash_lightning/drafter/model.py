@@ -136,6 +136,13 @@ class Drafter(nn.Module):
         """Why sdpa took over from flex, in a line; None where it did not."""
         return self.backends.fallback
 
+    def attention_on(self, device: torch.device) -> str:
+        """What attends in training on a device, in words."""
+        if self.backends.uses_flex(device):
+            return "flex"
+        failed = self.attention_fallback
+        return "sdpa" if failed is None else f"sdpa, as flex does not compile ({failed})"
+
     def reserve(self, device: torch.device, context_tokens: int, anchors: int) -> None:
         """Make room for the heaviest batch of a run, so that flex meets one shape.
 

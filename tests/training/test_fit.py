@@ -71,9 +71,9 @@ def drafter_weights(folder: Path) -> dict[str, torch.Tensor]:
     return saved["state_dict"]
 
 
-def make_module(target: Path) -> DFlashModule:
-    dials = {**DIALS, "target_layer_ids": (0, 2)}
-    return DFlashModule(HFTarget(str(target), "float32"), DrafterConfig(**dials), lr=3e-3)
+def make_module(target: Path, **settings: object) -> DFlashModule:
+    dials = DrafterConfig(**{**DIALS, "target_layer_ids": (0, 2)})
+    return DFlashModule(HFTarget(str(target), "float32"), dials, lr=3e-3, **settings)
 
 
 def make_data(store: RowStore, **settings: object) -> DFlashDataModule:

@@ -89,6 +89,29 @@ def test_target_drafter_head_and_backward_read_nothing(
     assert by_phase(reads) <= ALLOWED, reads.found
 
 
+@pytest.mark.parametrize(
+    ("goal", "weighting"), [("ce", "dpace"), ("argmax", "dpace"), ("kl", "decay")]
+)
+def test_no_goal_or_weighting_reads_more_and_metrics_read_nothing(
+    store: RowStore, target_folder: Path, reads: Reads, goal: str, weighting: str
+) -> None:
+    module = make_module(target_folder, goal=goal, weighting=weighting)
+    module.target.load()
+    rows = RowBatches(
+        store, block_size=4, seed=0, anchor_rate=0.5, anchors_per_row=8, label_holes=True
+    )
+    batch = rows[BatchIndex(0, np.arange(3), int(store.lengths[:3].max()))]
+    with counted(reads):
+        s = module.sums(batch)
+        reads.place = "backward"
+        s.numerator.backward()
+        reads.place = "metrics"
+        module.val_metrics.update(
+            s.losses, s.weights, s.correct, batch.label_slots, batch.anchors.numel()
+        )
+    assert by_phase(reads) <= ALLOWED, reads.found
+
+
 class Steps(L.Callback):
     """Lets something watch each batch between the hooks at its ends."""
 
