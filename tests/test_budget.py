@@ -1,15 +1,13 @@
 """Bytes and operations from sizes: against drafters that exist and storages that are alive."""
 
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from jsonargparse import Namespace
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from speed.live_bytes import peak_bytes
+from speed.step_memory import peaks_at_size
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
@@ -26,14 +24,7 @@ from dflash_lightning.budget import (
     refuse_sharded_strategy,
     target_sizes,
 )
-from dflash_lightning.budget.activations import (
-    backward_bytes,
-    block_bytes,
-    cast_bytes,
-    context_bytes,
-    mask_bytes,
-    target_peak,
-)
+from dflash_lightning.budget.activations import cast_bytes, packing, target_peak
 from dflash_lightning.drafter.config import DrafterConfig, DrafterSpec
 from dflash_lightning.drafter.model import Drafter
 from dflash_lightning.target import RandomTarget
@@ -46,40 +37,6 @@ PUBLIC = DrafterConfig(
     num_key_value_heads=8,
     head_dim=128,
 )
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations make and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given | self.known:
-                self._add(tensor.untyped_storage())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def small(**changed: Any) -> DrafterSpec:
@@ -161,25 +118,11 @@ def test_sizes_of_a_hybrid_target() -> None:
 # -- memory against storages that are alive --------------------------------------------------------
 
 
-def measured_training(
-    spec: DrafterSpec, load: BatchLoad, *, dtype: torch.dtype, mixed: bool, again: bool
-) -> int:
-    """Most bytes alive while a drafter is trained on one batch, beside weights and gradients."""
-    torch.manual_seed(0)
-    drafter = Drafter(spec, checkpoint_layers=again)
-    for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    slots = load.slots // load.rows
-    features = torch.randn(load.rows, load.width, 3 * spec.hidden_size, dtype=dtype)
-    embedded = torch.bfloat16 if mixed else torch.float32
-    blocks = torch.randn(load.rows, slots, spec.block_size, spec.hidden_size, dtype=embedded)
-    anchors = torch.linspace(load.width // slots, load.width - 2, slots).long()
-    anchors = anchors.expand(load.rows, slots).contiguous()
-    with LiveBytes() as live:
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            out = drafter(features, blocks, anchors, torch.ones_like(anchors, dtype=torch.bool))
-        out.sum().backward()
-    return live.peak
+def estimated(spec: DrafterSpec, load: BatchLoad, setup: Setup) -> int:
+    """Bytes of the drafter's phase on the sheet, whatever the target."""
+    config = Qwen3Config(vocab_size=spec.vocab_size, hidden_size=spec.hidden_size,
+                         num_hidden_layers=8, num_attention_heads=4, head_dim=8)  # fmt: skip
+    return memory(target_sizes(config), spec, load, setup).total("drafter")
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -194,16 +137,45 @@ def test_drafter_memory_is_what_is_alive(
     spec: DrafterSpec, rows: int, width: int, slots: int, mixed: bool, narrow: bool, again: bool
 ) -> None:
     load = BatchLoad(rows * width, rows, rows * slots, width)
-    size, dtype = 2 if mixed else 4, torch.bfloat16 if narrow else torch.float32
-    estimate = (
-        context_bytes(spec, load.tokens, size, features=dtype.itemsize)
-        + block_bytes(spec, load, size, checkpointing=again)
-        + mask_bytes(spec, load, size)
-        + cast_bytes(spec, load, size, checkpointing=again)
-        + backward_bytes(spec, load, size)
+    setup = Setup(
+        target_bytes=2 if narrow else 4,
+        compute_bytes=2 if mixed else 4,
+        activation_checkpointing=again,
+        attention="sdpa",
+        on_gpu=False,
     )
-    real = measured_training(spec, load, dtype=dtype, mixed=mixed, again=again)
-    assert 0.99 * real < estimate < 1.15 * real
+    real = peaks_at_size(spec, load, setup, fake=False).drafter
+    assert 0.97 * real < estimated(spec, load, setup) < 1.1 * real
+
+
+MANY, FEW = BatchLoad(8192, 4, 1024, 2048), BatchLoad(16_384, 2, 24, 8192)
+SHORT = BatchLoad(8192, 8, 512, 1024)
+
+
+@pytest.mark.parametrize(
+    ("load", "attention", "size", "again"),
+    [
+        (MANY, "flex", 4, True),
+        (MANY, "flex", 2, False),
+        (SHORT, "flex", 2, True),
+        (SHORT, "sdpa", 4, True),
+        (FEW, "flex", 2, True),
+        (FEW, "sdpa", 4, False),
+    ],
+)
+def test_at_the_sizes_of_the_27b_target_memory_is_what_is_alive(
+    load: BatchLoad, attention: Any, size: int, again: bool
+) -> None:
+    spec = PUBLIC.for_target(known_config("Qwen/Qwen3.6-27B"))
+    setup = Setup(
+        target_bytes=size,
+        compute_bytes=size,
+        activation_checkpointing=again,
+        attention=attention,
+        on_gpu=False,
+    )
+    real = peaks_at_size(spec, load, setup).drafter
+    assert 0.975 * real < estimated(spec, load, setup) < 1.04 * real
 
 
 def hybrid(kinds: list[str], **changed: Any) -> PretrainedConfig:
@@ -243,12 +215,11 @@ def test_target_memory_is_what_is_alive(config: PretrainedConfig) -> None:
     target._config = config
     target._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     ids = torch.zeros(2, 512, dtype=torch.int64)
-    with LiveBytes() as live:
-        target.context_features(ids, (1,))
+    peak = peak_bytes(lambda: target.context_features(ids, (1,)))
     # the formula also keeps the features of the wanted layers, which here come after the peak
     kept = config.hidden_size * 2
     estimate = target_peak(target_sizes(config), (1,), ids.numel(), 2) - ids.numel() * kept
-    assert 0.95 * live.peak < estimate < 1.1 * live.peak
+    assert 0.95 * peak < estimate < 1.1 * peak
 
 
 # -- the sheet -------------------------------------------------------------------------------------
@@ -297,6 +268,62 @@ def test_every_setting_that_saves_memory_saves(big: tuple) -> None:
         assert memory(target, spec, load, replace(plain, **setting)).peak < peak
     assert memory(target, spec, load._replace(slots=320), plain).peak < peak
     assert memory(target, spec, load._replace(tokens=23_040, rows=2), plain).peak < peak
+
+
+def test_flex_packs_a_batch_once_and_sdpa_copies_the_context_of_every_chunk(big: tuple) -> None:
+    _, spec, load = big
+    blocks = 870 * 16  # 108.75 tiles of 128
+    assert packing(spec, load, Setup()) == (109 * 128, 46_080 + 109 * 128)
+    seen = 5 * 11 * int(8192 * 12 / 22)  # five rows, 11 chunks of 16 anchors, evenly spread
+    on_cpu = packing(spec, load, Setup(attention="sdpa", on_gpu=False))
+    assert on_cpu.queries == blocks
+    assert on_cpu.keys == pytest.approx(seen + blocks, rel=1e-3)
+    # on a GPU the 8 key heads are repeated for 32 query heads
+    assert packing(spec, load, Setup(attention="sdpa")).keys == 4 * on_cpu.keys
+
+
+def test_goals_of_the_target_run_all_its_layers_and_more_products(big: tuple) -> None:
+    target, spec, _ = big
+    work = [
+        flops_per_step(
+            target,
+            spec,
+            tokens=100,
+            width=0,
+            slots=10,
+            labels=9 * 15,
+            goal=goal,
+            checkpointing=True,
+        )
+        for goal in ("ce", "kl")
+    ]
+    assert work[1]["drafter"] == work[0]["drafter"]
+    assert work[1]["head"] == 1.5 * work[0]["head"]
+    above = 2 * 100 * sum(target.layer_parameters[62:])
+    above += 100 * 6 * target.linear_heads * target.linear_head_dim**2  # layer 62 of 62, 63
+    assert work[1]["target"] == pytest.approx(work[0]["target"] + above)
+    buffers = {
+        goal: line(memory(*big, Setup(goal=goal)), "head's buffers")
+        for goal in ("ce", "argmax", "kl")
+    }
+    assert buffers["ce"] == buffers["argmax"] == 100 * 248_320 * (4 + 2)
+    assert buffers["kl"] == 33 * 248_320 * (3 * 4 + 2)  # three float32 tensors share the limit
+
+
+def test_copies_of_matrices_by_moment() -> None:
+    spec = small()  # 64 wide, 4 heads and 2 key heads of 8, 218 in between, 4 layers, 3 ids
+    keys = 2 * 64 * 16
+    layer, fusion = 2 * 64 * 32 + keys + 3 * 64 * 218, 3 * 64 * 64
+    again = Setup(activation_checkpointing=True)
+    assert cast_bytes(spec, Setup()) == (2 * (fusion + 4 * layer), 2 * 4 * layer, 2 * 4 * keys)
+    assert cast_bytes(spec, again).backward == 2 * (4 * keys + layer)
+    assert cast_bytes(spec, Setup(compute_bytes=4)) == (0, 0, 0)
+
+
+def test_few_labels_need_no_whole_buffer(big: tuple) -> None:
+    target, spec, load = big
+    sheet = memory(target, spec, load._replace(slots=2), Setup())
+    assert line(sheet, "head's buffers") == 2 * 15 * 248_320 * (4 + 2)
 
 
 # -- strategies ------------------------------------------------------------------------------------

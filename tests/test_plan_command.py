@@ -89,10 +89,23 @@ def test_the_shipped_configurations_fit_with_a_margin(
 
 def test_the_27b_recipe_leaves_three_gigabytes_and_no_more(shown: Shown, tmp_path: Path) -> None:
     file, free = tmp_path / "plan.json", []
-    for more in ((), ("--data.anchor_rate", 0.018)):
+    for more in ((), ("--data.batching.token_budget", 47_104)):
         shown("--config", BIG, *more, "--json", file)
         free.append(96 - numbers(file)["memory"]["peak_bytes"] / 1e9)
     assert free[0] > 3 > free[1]
+
+
+def test_the_shipped_configurations_also_fit_where_flex_does_not_compile(
+    shown: Shown, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    for config, gigabytes in ((BIG, 96), (SMALL, 80)):
+        peaks = []
+        for attention in ("auto", "sdpa"):
+            options = ("--model.attention", attention, "--gpu_memory", gigabytes)
+            assert "It fits: " in shown("--config", config, *options, "--json", file)
+            peaks.append(numbers(file)["memory"]["peak_bytes"])
+        assert peaks[0] < peaks[1]
 
 
 def test_lengths_give_exact_steps_hours_and_mfu(

@@ -1,8 +1,8 @@
 """What a run costs: bytes on each GPU, operations of a step, from sizes alone."""
 
-from dflash_lightning.budget.activations import BatchLoad
 from dflash_lightning.budget.flops import PEAK_FLOPS, flops_per_step, peak_flops
-from dflash_lightning.budget.memory import Line, Setup, Sheet, memory
+from dflash_lightning.budget.memory import Line, Sheet, memory
+from dflash_lightning.budget.setup import BatchLoad, Setup
 from dflash_lightning.budget.sizes import (
     TargetSizes,
     drafter_parameters,

@@ -2,6 +2,7 @@
 
 from dflash_lightning.budget.sizes import TargetSizes, key_width, layer_matrices, query_width
 from dflash_lightning.drafter.config import DrafterSpec
+from dflash_lightning.functional.head import Goal
 
 # Dense bfloat16 tensor peaks with float32 accumulation, in operations a second, by a part of the
 # device's name; the first that occurs in it decides, so longer names stand first.
@@ -44,6 +45,7 @@ def flops_per_step(
     slots: float,
     labels: float,
     checkpointing: bool = False,
+    goal: Goal = "ce",
 ) -> dict[str, float]:
     """Operations (multiply and add count as two) of a step, over all its batches.
 
@@ -55,6 +57,8 @@ def flops_per_step(
         slots: Anchor slots of the step.
         labels: Labelled block tokens of the step.
         checkpointing: Whether draft layers are computed again in the backward pass.
+        goal: What a slot should predict; others than ``ce`` need all layers of the target and its
+            logits for every label.
 
     Returns:
         Operations of ``target``, ``drafter`` and ``head``.
@@ -70,12 +74,14 @@ def flops_per_step(
     # gradients of weights and of inputs; those of the frozen features are not needed
     drafter = 2 * fusion + 3 * context + 3 * layers
     if checkpointing:  # nothing is computed again behind the last product's input
-        last = 2 * blocks * spec.hidden_size * spec.intermediate_size * spec.num_layers
-        drafter += layers - last
+        down = 2 * blocks * spec.hidden_size * spec.intermediate_size * spec.num_layers
+        drafter += layers - down
+    whole = goal != "ce"
+    last = len(target.layer_types) - 1 if whole else max(spec.target_layer_ids)
     return {
-        "target": tokens * target_flops_per_token(target, max(spec.target_layer_ids), width),
+        "target": tokens * target_flops_per_token(target, last, width),
         "drafter": drafter,
-        "head": labels * 2 * 2 * spec.hidden_size * target.vocab_size,
+        "head": labels * (2 + whole) * 2 * spec.hidden_size * target.vocab_size,
     }
 
 

@@ -4,24 +4,30 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from dflash_lightning.budget.activations import (
-    BatchLoad,
-    backward_bytes,
-    block_bytes,
-    cast_bytes,
-    context_bytes,
+    Moment,
+    labels_of,
     mask_bytes,
+    moments,
     score_bytes,
     target_peak,
 )
+from dflash_lightning.budget.setup import BatchLoad, Setup
 from dflash_lightning.budget.sizes import TargetSizes, drafter_parameters
 from dflash_lightning.drafter.config import DrafterSpec
+from dflash_lightning.functional.head import ChunkedHead
 
 Phase = Literal["always", "target", "drafter", "optimizer"]
 
 CONTEXT = 700_000_000  # CUDA context, cuBLAS and cuDNN workspaces: rule of thumb
 NCCL = 800_000_000  # communicators and their buffers on eight GPUs: rule of thumb
 FRAGMENTATION = 0.03  # of everything else: rule of thumb for the caching allocator
-HEAD_CHUNK = 100_000_000  # ChunkedHead's default, in bytes of float32 logits
+# what goes away within the worst moment of the drafter's phase, and what it is
+PASSING = {
+    "forward": ("states in flight", "of the last layer going forwards"),
+    "head": ("head's states", "output norm, states of the labels, their gradient"),
+    "backward": ("gradients in flight", "of one layer going backwards"),
+    "context": ("gradients in flight", "of the fused context"),
+}
 
 
 class Line(NamedTuple):
@@ -38,27 +44,6 @@ class Line(NamedTuple):
     bytes: int
     phase: Phase
     why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """How the run trains.
-
-    Args:
-        ranks: GPUs.
-        target_bytes: Bytes of a number of the target.
-        compute_bytes: Bytes of a number in the drafter's products: 2 under bf16-mixed, else 4.
-        gradients: Copies of all gradients on a GPU.
-        shard_optimizer: Whether each GPU keeps its share of the moments only.
-        activation_checkpointing: Whether draft layers are computed again in the backward pass.
-    """
-
-    ranks: int = 1
-    target_bytes: int = 2
-    compute_bytes: int = 2
-    gradients: int = 1
-    shard_optimizer: bool = False
-    activation_checkpointing: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +94,9 @@ def memory(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup
     """
     lines = [
         *_weights(target, spec, setup),
+        _head(target, spec, load, setup),
         *_target_phase(target, spec, load, setup),
         *_drafter_phase(spec, load, setup),
-        *_head(target, spec, load, setup),
     ]
     shard = setup.ranks if setup.shard_optimizer else 1
     lines.append(
@@ -153,59 +138,59 @@ def _target_phase(
     kinds = set(target.layer_types[: max(spec.target_layer_ids) + 1])
     worst = "linear layer in float32" if "linear_attention" in kinds else "feed-forward"
     why = f"{load.tokens:,} tokens: {worst}, features"
-    peak = target_peak(target, spec.target_layer_ids, load.tokens, setup.target_bytes)
+    peak = target_peak(
+        target,
+        spec.target_layer_ids,
+        load.tokens,
+        setup.target_bytes,
+        whole=setup.goal != "ce",
+    )
     return [Line("target forward", peak, "target", why)]
 
 
 def _drafter_phase(spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Line]:
-    size, features = setup.compute_bytes, len(spec.target_layer_ids) * spec.hidden_size
-    checkpointing = setup.activation_checkpointing
+    """Lines of the worst moment of the drafter's training."""
+    features = len(spec.target_layer_ids) * spec.hidden_size
+    worst = max(moments(spec, load, setup), key=lambda moment: sum(moment[1:]))
     blocks = f"{load.slots:,} blocks x {spec.block_size}"
-    kept = "inputs and one layer" if checkpointing else f"all {spec.num_layers} layers"
     sizes = {
         "context features": (
             load.tokens * features * setup.target_bytes,
             f"{load.tokens:,} x {features:,} x {setup.target_bytes} bytes, from the target",
         ),
-        "autocast copies": (
-            cast_bytes(spec, load, size, checkpointing=checkpointing),
-            "matrices in bfloat16, 2 bytes a weight",
-        ),
-        "drafter context": (
-            context_bytes(spec, load.tokens, size, features=setup.target_bytes),
-            f"{load.tokens:,} tokens: fused features, keys, values",
-        ),
-        "drafter blocks": (
-            block_bytes(spec, load, size, checkpointing=checkpointing),
-            f"{blocks}: {kept}",
-        ),
+        "autocast copies": (worst.casts, "matrices in bfloat16, 2 bytes a weight"),
+        "drafter context": (worst.context, f"{load.tokens:,} tokens: fused features, keys, values"),
+        "drafter blocks": (worst.blocks, f"{blocks}: {_kept(worst, spec, setup)}"),
         "attention masks": (
-            mask_bytes(spec, load, size),
-            f"{blocks} x {load.visible:,.0f} context, per layer type",
+            mask_bytes(spec, load, setup),
+            "tiles that anyone sees, per layer type"
+            if setup.attention == "flex"
+            else f"{blocks} x {load.visible:,.0f} context, per layer type",
         ),
-        "gradients in flight": (backward_bytes(spec, load, size), "of one layer going backwards"),
+        PASSING[worst.name][0]: (worst.passing, PASSING[worst.name][1]),
     }
     return [Line(name, count, "drafter", why) for name, (count, why) in sizes.items()]
 
 
-def _head(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup) -> list[Line]:
-    rows = max(1, HEAD_CHUNK // (4 * target.vocab_size))
+def _kept(worst: Moment, spec: DrafterSpec, setup: Setup) -> str:
+    if worst.name == "context":
+        return "none left"
+    if not setup.activation_checkpointing:
+        return f"all {spec.num_layers} layers"
+    return "inputs and one layer" if worst.name == "backward" else "inputs"
+
+
+def _head(target: TargetSizes, spec: DrafterSpec, load: BatchLoad, setup: Setup) -> Line:
+    """The head's buffers, which stay from step to step."""
+    rows = min(ChunkedHead(goal=setup.goal).rows(target.vocab_size), labels_of(spec, load))
+    wide = 12 if setup.goal == "kl" else 4
     narrow = setup.target_bytes if setup.target_bytes < 4 else 0
-    labels = load.slots * (spec.block_size - 1)
-    return [
-        Line(
-            "head's buffers",
-            rows * target.vocab_size * (4 + narrow),
-            "drafter",
-            f"{rows:,} x {target.vocab_size:,} logits, float32 and computed",
-        ),
-        Line(
-            "head's gradient",
-            labels * spec.hidden_size * 8,
-            "drafter",
-            f"{labels:,} labels: states and gradient, float32",
-        ),
-    ]
+    return Line(
+        "head's buffers",
+        rows * target.vocab_size * (wide + narrow),
+        "always",
+        f"{rows:,} x {target.vocab_size:,} logits, float32 and computed",
+    )
 
 
 def _reserve(peak: int, setup: Setup) -> list[Line]:

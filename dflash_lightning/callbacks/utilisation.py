@@ -36,5 +36,6 @@ def flops_of(trainer: L.Trainer, row: Mapping[str, Any], width: float, sizes: Ta
         width=width,
         slots=row["anchors"],
         labels=row["labels"],
+        goal=module.goal,
     )
     return sum(n for part, n in spent.items() if part != "target" or not data.cache_features)

@@ -11,9 +11,15 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+# Of rank 0, by the phase of a step; waiting for data is the mean of all ranks.
+PHASE_COLUMNS = (
+    *("target_seconds", "drafter_seconds", "head_seconds", "backward_seconds"),
+    "optimizer_seconds",
+)
 STEP_COLUMNS = (
     *("step", "epoch", "time", "seconds", "lr", "grad_norm", "skipped", "loss", "weight", "rows"),
     *("tokens", "padded_tokens", "anchors", "labels", "tokens_seen", "wait_seconds"),
+    *PHASE_COLUMNS,
     *("top_row", "top_share", "top_pull", "restart"),
 )
 BUCKET_COLUMNS = ("loss", "weight", "rows", "noise", "eff", "length")

@@ -21,6 +21,7 @@ from dflash_lightning.budget import (
 )
 from dflash_lightning.data.datamodule import DFlashDataModule
 from dflash_lightning.drafter.config import DrafterConfig, DrafterSpec
+from dflash_lightning.functional.objective import check_objective
 from dflash_lightning.target import HFTarget
 
 RESUME_POINTS = 3  # last.ckpt, previous.ckpt, and the one that is being written
@@ -66,17 +67,12 @@ class Job:
         Args:
             longest: Longest row in tokens; None takes the last boundary or a common limit.
         """
-        batching, data = self.data.batching, self.data
+        batching = self.data.batching
         if longest is None:
             longest = batching.boundaries[-1] if batching.boundaries else UNKNOWN_WIDTH
         width = min(longest, batching.token_budget)
         rows = max(1, min(batching.token_budget // width, batching.max_rows))
-        # a row's share is rounded up, and no row has more than its limit
-        slots = min(
-            data.anchors_per_row * batching.max_rows,
-            int(data.anchor_rate * batching.token_budget) + batching.max_rows,
-        )
-        return BatchLoad(batching.token_budget, rows, slots, width)
+        return BatchLoad(batching.token_budget, rows, self.data.most_anchors, width)
 
 
 def read_job(config: Mapping[str, Any]) -> Job:
@@ -90,6 +86,9 @@ def read_job(config: Mapping[str, Any]) -> Job:
     """
     model, trainer, checkpoint = config["model"], config["trainer"], config["checkpoint"]
     refuse_sharded_strategy(trainer["strategy"])
+    check_objective(
+        model["goal"], model["weighting"], model["loss_decay_gamma"], model["dpace_alpha"]
+    )
     target = build_target(model["target"])
     target_config = planned_config(target)
     given: dict[str, Any] = {**config["data"], "batching": Batching(**config["data"]["batching"])}
@@ -105,6 +104,9 @@ def read_job(config: Mapping[str, Any]) -> Job:
         ),
         shard_optimizer=bool(model["shard_optimizer"]),
         activation_checkpointing=bool(model["activation_checkpointing"]),
+        attention="sdpa" if on_cpu or model["attention"] == "sdpa" else "flex",
+        on_gpu=not on_cpu,
+        goal=model["goal"],
     )
     epochs, max_steps = trainer["max_epochs"], trainer["max_steps"]
     return Job(

@@ -72,6 +72,7 @@ class RunCost:
             slots=slots,
             labels=slots * (job.spec.block_size - 1),
             checkpointing=checkpointing,
+            goal=job.setup.goal,
         )
 
     @property
