@@ -9,7 +9,7 @@ _HOMES = {
     "DrafterConfig": "drafter.config",
     "Drafter": "drafter.model",
     "HFTarget": "target",
-    "RandomTarget": "target",
+    "RandomTarget": "random_target",
     "Batching": "batching",
     "EpochPlan": "batching",
     "plan_epoch": "batching",

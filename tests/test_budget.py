@@ -27,7 +27,7 @@ from dflash_lightning.budget import (
 from dflash_lightning.budget.activations import cast_bytes, packing, target_peak
 from dflash_lightning.drafter.config import DrafterConfig, DrafterSpec
 from dflash_lightning.drafter.model import Drafter
-from dflash_lightning.target import RandomTarget
+from dflash_lightning.random_target import RandomTarget
 
 PUBLIC = DrafterConfig(
     target_layer_ids=(1, 16, 31, 46, 61),

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.random_target import RandomTarget
 from dflash_lightning.target import (
     UNSUPPORTED,
     HFTarget,
-    RandomTarget,
     compute_dtype,
     load_tokenizer,
     tokenizer_fingerprint,

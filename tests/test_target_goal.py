@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dflash_lightning.target import HFTarget, RandomTarget
+from dflash_lightning.random_target import RandomTarget
+from dflash_lightning.target import HFTarget
 
 KINDS = pytest.mark.parametrize("kind", ["llama", "qwen3"])
 AT = torch.tensor([0, 4, 16, 17, 17, 49, 20])  # flat into [3, 17]; some twice, in no order

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from dflash_lightning.data.collate import Batch, BatchIndex, RowBatches
 from dflash_lightning.data.features import FeatureCache
 from dflash_lightning.data.store import RowStore, StoredRow, write_store
-from dflash_lightning.target import RandomTarget
+from dflash_lightning.random_target import RandomTarget
 
 MASKS = [[0, 1, 1, 1, 0, 1], [0, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]]
 IDS = [[10, 11, 12, 13, 14, 15], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37]]

@@ -14,7 +14,7 @@ import torch
 from dflash_lightning.data import features as features_module
 from dflash_lightning.data.features import FeatureCache
 from dflash_lightning.data.store import RowStore
-from dflash_lightning.target import RandomTarget
+from dflash_lightning.random_target import RandomTarget
 
 LAYERS = (0, 2)
 HALF_ULP = 2**-8  # largest relative error of rounding to bfloat16

@@ -19,7 +19,7 @@ from dflash_lightning.data.sampler import BucketSampler, ValidationSampler
 from dflash_lightning.data.store import RowStore, split_rows
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.module import DFlashModule
-from dflash_lightning.target import RandomTarget
+from dflash_lightning.random_target import RandomTarget
 
 VAL_FRACTION = 0.2
 SMALL = Batching(token_budget=400, max_rows=8, num_buckets=3)

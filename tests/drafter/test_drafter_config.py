@@ -17,7 +17,7 @@ from dflash_lightning.drafter.config import (
     read_rope,
 )
 from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
-from dflash_lightning.target import RandomTarget
+from dflash_lightning.random_target import RandomTarget
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {

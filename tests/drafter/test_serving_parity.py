@@ -14,7 +14,8 @@ from dflash_lightning.drafter.attention import inverse_frequencies, rotate
 from dflash_lightning.drafter.config import DrafterConfig, read_rope
 from dflash_lightning.drafter.model import DraftCache, Drafter
 from dflash_lightning.functional.anchors import block_ids
-from dflash_lightning.target import HFTarget, RandomTarget
+from dflash_lightning.random_target import RandomTarget
+from dflash_lightning.target import HFTarget
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYERS = {

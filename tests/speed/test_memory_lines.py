@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_lightning.budget import BatchLoad, Setup
 from dflash_lightning.functional.head import ChunkedHead
-from dflash_lightning.target import RandomTarget
+from dflash_lightning.random_target import RandomTarget
 
 
 @pytest.mark.parametrize("filled", [True, False])

@@ -38,7 +38,7 @@ def recipe(store: RowStore, folder: Path, **trainer: object) -> Path:
             **trainer,
         },
         "model": {
-            "target": {"class_path": "dflash_lightning.target.RandomTarget"},
+            "target": {"class_path": "dflash_lightning.random_target.RandomTarget"},
             "drafter": {
                 "num_layers": 1,
                 "block_size": 4,

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from dflash_lightning.data.collate import Batch, BatchIndex, RowBatches
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.random_target import RandomTarget
 from dflash_lightning.step import StepSums
-from dflash_lightning.target import RandomTarget
 
 L = math.log(2)
 WORDS, K = 3, 4

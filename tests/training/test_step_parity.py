@@ -15,8 +15,8 @@ from dflash_lightning.data.collate import BatchIndex, RowBatches
 from dflash_lightning.drafter.config import DrafterConfig
 from dflash_lightning.functional.objective import decay_gamma
 from dflash_lightning.module import DFlashModule
+from dflash_lightning.random_target import RandomTarget
 from dflash_lightning.step import StepSums
-from dflash_lightning.target import RandomTarget
 
 VOCAB = 48
 MASK = 3
