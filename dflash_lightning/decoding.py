@@ -15,7 +15,8 @@ from dflash_lightning.data.chat import Conversation, read_conversations, render
 from dflash_lightning.data.regenerate import end_ids
 from dflash_lightning.data.store import write_json
 from dflash_lightning.drafter.checkpoint import load_drafter
-from dflash_lightning.drafter.model import DraftCache, Drafter, init_random
+from dflash_lightning.drafter.model import DraftCache, Drafter
+from dflash_lightning.drafter.start import init_random
 from dflash_lightning.functional.acceptance import (
     accepted_length,
     ratio_interval,

@@ -13,7 +13,8 @@ from dflash_lightning.data.collate import Batch
 from dflash_lightning.drafter.backends import AttentionChoice
 from dflash_lightning.drafter.checkpoint import load_weights
 from dflash_lightning.drafter.config import DrafterConfig
-from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
+from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.start import init_from_target, init_random
 from dflash_lightning.functional.head import Goal
 from dflash_lightning.functional.objective import Weighting
 from dflash_lightning.functional.optimizer import check_rates, make_optimizer, scale_and_clip
@@ -36,8 +37,8 @@ class DFlashModule(ResumableModule):
     Args:
         target: The frozen target (verifier).
         drafter: The dials of the drafter.
-        init: ``target`` starts from the target's final norm, last layers and an averaging fusion
-            where shapes allow; ``random`` does not; the path of an exported drafter or of a
+        init: ``target`` starts from the target's last layers, half its final norm and an averaging
+            fusion where shapes allow; ``random`` does not; the path of an exported drafter or of a
             checkpoint starts a new run from its weights.
         goal: What a slot should predict: ``ce`` the token of the data; ``argmax`` the target's most
             likely token; ``kl`` the target's distribution. The latter two run all of the target.

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from dflash_lightning.assets.smollm2 import smollm2_folder
+from dflash_lightning.functional.norms import norm_factors
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -135,9 +136,7 @@ class HFTarget:
     @property
     def norm_weight(self) -> Tensor:
         """What the target's final norm multiplies by, ``[D]``; some families store it less one."""
-        norm = self.model.get_decoder().norm
-        with torch.no_grad():  # a constant row has its own value as root mean square, eps aside
-            return norm(torch.full_like(norm.weight, 256.0))
+        return norm_factors(self.model.get_decoder().norm)
 
     @property
     def layers(self) -> nn.ModuleList:

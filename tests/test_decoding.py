@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from dflash_lightning import DrafterConfig, HFTarget, RandomTarget, export_drafter
 from dflash_lightning.decoding import decode, plain_generate, speculative_generate
-from dflash_lightning.drafter.model import Drafter, init_random
+from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.start import init_random
 
 PROMPT = torch.tensor([[5, 9, 17, 30, 4]])
 

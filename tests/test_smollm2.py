@@ -1,16 +1,18 @@
 """The quick start's real target: training and serving agree; its data are as they should be."""
 
+import math
 import os
 
 import pytest
 import torch
 
-from dflash_lightning import DrafterConfig, HFTarget
+from dflash_lightning import DFlashModule, DrafterConfig, HFTarget
 from dflash_lightning.assets import CHATS
 from dflash_lightning.data.collate import BatchIndex, RowBatches
 from dflash_lightning.data.prepare import prepare_store
 from dflash_lightning.data.store import RowStore
-from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
+from dflash_lightning.drafter.model import Drafter
+from dflash_lightning.drafter.start import init_from_target, init_random
 from dflash_lightning.functional.anchors import block_ids
 
 pytestmark = pytest.mark.slow
@@ -63,6 +65,22 @@ def test_parallel_training_computes_the_serving_logits(smollm2: HFTarget, rows: 
             break
     assert compared >= 200
     assert worst < 1e-3
+
+
+def test_the_first_loss_is_about_that_of_knowing_nothing(smollm2: HFTarget, rows: RowStore) -> None:
+    dials = DrafterConfig(
+        num_layers=2, block_size=4, target_layer_ids=(1, 8, 14, 21, 27), mask_token_id=3
+    )
+    batches = RowBatches(rows, block_size=4, seed=0, anchor_rate=0.2, anchors_per_row=16)
+    ids = rows.lengths.argsort()[len(rows) // 4 :][:8]
+    batch = batches[BatchIndex(0, ids, int(rows.lengths[ids].max()))]
+    features = smollm2.context_features(batch.input_ids, (1, 8, 14, 21, 27))
+    for init, most in (("target", 0.0), ("random", 2.0)):  # nats above log V
+        module = DFlashModule(smollm2, dials, init=init, loss_decay_gamma=1.2)
+        module._start_weights()
+        with torch.no_grad():
+            sums = module.sums(batch._replace(features=features))
+        assert sums.numerator / sums.weights.sum() < math.log(smollm2.config.vocab_size) + most
 
 
 def test_the_embedded_rows_are_kept_and_vary_in_length(rows: RowStore) -> None:

@@ -1,6 +1,6 @@
 """The drafter: predicts all tokens of a block at once (DFlash, arXiv 2602.06036)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -254,45 +254,3 @@ class Drafter(nn.Module):
             else:
                 x = layer(x, angles, layer_context, attention)
         return self.norm(x)
-
-
-def init_random(drafter: Drafter, seed: int, std: float = 0.02) -> None:
-    """Normal weights of deviation ``std``, norms at one; the same for a seed on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-
-
-def init_from_target(drafter: Drafter, target_layers: Sequence[nn.Module], norm: Tensor) -> int:
-    """Start from the target: its final norm, its last layers, and an averaging fusion.
-
-    With head and embedding frozen a random start spends hundreds of steps on finding the scale of
-    the target's final norm. Call it after :func:`init_random`: what the target lacks keeps its
-    random start.
-
-    Args:
-        drafter: Changed in place.
-        target_layers: The target's decoder layers.
-        norm: Weight of the target's final norm, ``[D]``.
-
-    Returns:
-        How many draft layers were taken from the target; those whose shapes differ stay random.
-    """
-    taken = 0
-    width, count = drafter.spec.hidden_size, len(drafter.spec.target_layer_ids)
-    with torch.no_grad():
-        drafter.norm.weight.copy_(norm)
-        drafter.fc.weight.copy_(torch.eye(width).repeat(1, count) / count)
-        sources = list(target_layers)[-len(drafter.layers) :]
-        for layer, source in zip(drafter.layers[-len(sources) :], sources, strict=True):
-            ours, theirs = layer.state_dict(), source.state_dict()
-            shared = {k: v for k, v in theirs.items() if k in ours}
-            needed = {k for k in ours if not k.endswith(("q_norm.weight", "k_norm.weight"))}
-            if needed <= shared.keys() and all(v.shape == ours[k].shape for k, v in shared.items()):
-                layer.load_state_dict({**ours, **shared})
-                taken += 1
-    return taken

@@ -5,10 +5,8 @@ import json
 import re
 
 import pytest
-import torch
 from oracles import make_spec
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from dflash_lightning.drafter.config import (
     DrafterConfig,
@@ -16,8 +14,6 @@ from dflash_lightning.drafter.config import (
     default_layer_ids,
     read_rope,
 )
-from dflash_lightning.drafter.model import Drafter, init_from_target, init_random
-from dflash_lightning.random_target import RandomTarget
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {
@@ -355,101 +351,3 @@ def test_a_targets_rotary_settings_reach_the_drafter():
     spec = DrafterConfig(num_layers=2, mask_token_id=5).for_target(config)
     assert spec.rope_theta == 5e5
     assert {k: spec.rope_scaling[k] for k in LLAMA3} == LLAMA3
-
-
-# -- the start from the target --------------------------------------------------------------------
-
-
-def started(model_type: str, **dials) -> tuple[Drafter, RandomTarget, dict, int]:
-    """A drafter started from a random target, its random start, and how many layers came along."""
-    target = RandomTarget(model_type).load()
-    with torch.no_grad():
-        for name, weight in target.model.named_parameters():
-            if weight.dim() == 1:  # norms away from one
-                weight.copy_(1 + torch.arange(len(weight)) / 100 + len(name) / 1000)
-    values = {"target_layer_ids": (0, 2), "mask_token_id": 5, "num_layers": 2} | dials
-    drafter = Drafter(DrafterConfig(**values).for_target(target.config))
-    init_random(drafter, seed=3)
-    before = {k: v.clone() for k, v in drafter.state_dict().items()}
-    taken = init_from_target(drafter, list(target.layers), target.norm_weight)
-    return drafter, target, before, taken
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_the_last_layers_and_the_norm_of_the_target_are_taken(model_type: str):
-    drafter, target, before, taken = started(model_type)
-    assert taken == 2
-    assert torch.equal(drafter.norm.weight, target.norm_weight)
-    for layer, source in zip(drafter.layers, list(target.layers)[-2:], strict=True):
-        ours, theirs = layer.state_dict(), source.state_dict()
-        assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-        # Llama has no norm per head: there the random start stays
-        left = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
-        assert ours.keys() - theirs.keys() == (left if model_type == "llama" else set())
-    for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-        same = torch.equal(drafter.state_dict()[f"layers.0.{name}"], before[f"layers.0.{name}"])
-        assert same == (model_type == "llama")
-    assert torch.equal(drafter.hidden_norm.weight, before["hidden_norm.weight"])
-
-
-def test_the_fusion_starts_as_the_mean_of_the_layers():
-    drafter, _, _, _ = started("qwen3", target_layer_ids=(0, 1, 3))
-    features = torch.randn(7, 3, 64)
-    torch.testing.assert_close(drafter.fc(features.flatten(1)), features.mean(1))
-
-
-def test_layers_of_another_shape_stay_random():
-    drafter, target, before, taken = started("qwen3", intermediate_size=96)
-    assert taken == 0
-    assert torch.equal(drafter.norm.weight, target.norm_weight)
-    for name, weight in drafter.state_dict().items():
-        if name.startswith("layers."):
-            assert torch.equal(weight, before[name])
-
-
-def test_a_drafter_deeper_than_its_target_takes_all_its_layers():
-    drafter, target, before, taken = started("qwen3", num_layers=6)
-    assert taken == 4
-    weights = [layer.mlp.up_proj.weight for layer in drafter.draft_layers]
-    for ours, source in zip(weights[2:], target.layers, strict=True):
-        assert torch.equal(ours, source.mlp.up_proj.weight)
-    for i in (0, 1):
-        assert torch.equal(weights[i], before[f"layers.{i}.mlp.up_proj.weight"])
-
-
-def test_the_start_shares_no_memory_with_the_target():
-    drafter, target, _, _ = started("qwen3")
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.zero_()
-    assert target.norm_weight.abs().min() > 0
-    assert target.layers[-1].mlp.up_proj.weight.abs().max() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_stored_less_one_is_taken_for_what_it_does(dtype: torch.dtype):
-    # Qwen3.5 and 3.6 multiply by 1 + weight
-    target = RandomTarget("qwen3").load()
-    decoder = target.model.get_decoder()
-    factors = 1 + torch.arange(-32, 32) / 64
-    decoder.norm = Qwen3_5RMSNorm(64).to(dtype)
-    decoder.norm.weight.data.copy_(factors - 1)
-    assert torch.equal(target.norm_weight.float(), factors)
-    drafter = Drafter(DrafterConfig(num_layers=1, mask_token_id=5).for_target(target.config))
-    init_from_target(drafter, list(target.layers), target.norm_weight)
-    assert torch.equal(drafter.norm.weight, factors)
-
-
-def test_a_random_start_follows_its_seed_and_no_global_generator():
-    weights = []
-    for state, seed in ((0, 5), (1, 5), (1, 6)):
-        torch.manual_seed(state)
-        drafter = Drafter(make_spec())
-        before = torch.get_rng_state()
-        init_random(drafter, seed)
-        assert torch.equal(torch.get_rng_state(), before)
-        weights.append(torch.cat([w.flatten() for w in drafter.parameters() if w.dim() > 1]))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    assert weights[0].std().item() == pytest.approx(0.02, rel=0.05)
-    assert all((w == 1).all() for w in drafter.parameters() if w.dim() == 1)
