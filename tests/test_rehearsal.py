@@ -65,7 +65,11 @@ def test_ctrl_c_ends_all_processes_and_leaves_nothing(
 ) -> None:
     config = recipe(store, target_folder, tmp_path)
     before = files_in(tmp_path)
-    script = "import sys; from dflash_lightning.rehearsal import rehearse; rehearse(sys.argv[1:])"
+    # a shell without job control has its background jobs ignore Ctrl-C, and tests with them
+    script = (
+        "import signal, sys; from dflash_lightning.rehearsal import rehearse; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); rehearse(sys.argv[1:])"
+    )
     command = [sys.executable, "-c", script, "--config", str(config)]
     rehearsing = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
