@@ -68,8 +68,10 @@ def free_port() -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without the W&B service that an earlier test left running, which processes would join."""
-    kept = {key: value for key, value in os.environ.items() if "WANDB" not in key}
+    """Without the W&B service of an earlier test, which processes would join."""
+    # nor coverage, which stops a loader's worker for ever now and then when it is forked
+    unwanted = ("WANDB", "COVERAGE", "COV_CORE")
+    kept = {k: value for k, value in os.environ.items() if not any(x in k for x in unwanted)}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
