@@ -10,9 +10,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from dflash_lightning import Batching, DFlashDataModule, DFlashModule, DrafterCo
 from dflash_lightning.callbacks import Ledger, Preflight
 from dflash_lightning.callbacks.ledger_file import last_rows
 from dflash_lightning.data.prepare import prepare_store
+from dflash_lightning.phases import PHASES
 
 TOLERANCE = 0.1  # of the preflight's peak against the real one
 TARGETS = {
@@ -43,51 +41,6 @@ class RealPeak(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if pl_module.device.type == "cuda":
             self.bytes = max(self.bytes, torch.cuda.max_memory_allocated(pl_module.device))
-
-
-class Phases(L.Callback):
-    """Seconds in each phase of a step, with the device idle in between."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def on_fit_start(self, trainer, pl_module) -> None:
-        target, drafter = pl_module.target, pl_module.drafter
-        target.context_features = self._timed("target forward", target.context_features)
-        drafter.forward = self._timed("drafter forward", drafter.forward)
-        pl_module.objective.head = self._timed("head and loss", pl_module.objective.head)
-
-    def _timed(self, name: str, what: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = self._now()
-            result = what(*args, **kwargs)
-            self.seconds[name] += self._now() - start
-            return result
-
-        return call
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        self.began = self._now()
-
-    def on_before_backward(self, trainer, pl_module, loss) -> None:
-        self.backward = self._now()
-
-    def on_after_backward(self, trainer, pl_module) -> None:
-        self.seconds["backward"] += self._now() - self.backward
-        self.update = self._now()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.seconds["reduction, clipping and update"] += self._now() - self.update
-        self.seconds["whole step"] += self._now() - self.began
-
-    def shares(self) -> dict[str, float]:
-        whole = self.seconds["whole step"]
-        return {name: round(s / whole, 3) for name, s in self.seconds.items() if s != whole}
 
 
 def fit(
@@ -130,20 +83,21 @@ def fit(
 
 def check(name: str, store: Path, folder: Path, device: str, steps: int) -> dict[str, Any]:
     """Peak, speed and phases for one target."""
-    preflight, peak, phases = Preflight(), RealPeak(), Phases()
+    preflight, peak = Preflight(), RealPeak()
     fit(store, folder, TARGETS[name], device, [preflight, peak, Ledger()], steps)
     rows = last_rows(folder / "ledger.csv", steps)[3:]
-    fit(store, folder / "phases", TARGETS[name], device, [phases], min(steps, 20))
+    whole = sum(row["seconds"] for row in rows)
     return {
         "target": name,
         "preflight_peak": preflight.peak_bytes,
         "real_peak": peak.bytes,
         "ratio": round(preflight.peak_bytes / peak.bytes, 3) if peak.bytes else None,
-        "tokens_per_second": round(
-            sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows)
-        ),
+        "tokens_per_second": round(sum(r["tokens"] for r in rows) / whole),
         "preflight_tokens_per_second": round(preflight.tokens_per_second),
-        "phases": phases.shares(),
+        "phases": {
+            phase: round(sum(row[f"{phase}_seconds"] for row in rows) / whole, 3)
+            for phase in PHASES
+        },
     }
 
 
